@@ -1,0 +1,247 @@
+"""Writes what workers generate into the streams of one home.
+
+One thread and one connection per home. Each round it takes every stream that has something due and sends all of it in
+one pipeline: chunks, terminal entries, lease renewals. What came meanwhile is due in the next round, so chunks grow
+by themselves when Redis or the way to it is slow. A chunk is kept until its stream has ended: whatever the store
+forgot can be written again from the position at which it says it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from brokers import calls, connect, entries
+from brokers.job import Failure, FinishReason, Job, State
+from brokers.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class Outcome(NamedTuple):
+    """How a job ends."""
+
+    state: State
+    reason: FinishReason
+    failure: Failure | None = None
+
+
+class _Write(NamedTuple):
+    """One command of a round, and what it brings about."""
+
+    stream: OwnedStream
+    call: calls.Call
+    pos: int | None = None  # content up to here is durable then
+    ends: bool = False
+
+
+class OwnedStream:
+    """One stream that this process owns: its content from the start, and how much of it is durable.
+
+    Pushed by one thread and written by another; the writer's lock guards everything that changes.
+    """
+
+    def __init__(self, job: Job, keys: calls.Keys, token: str) -> None:
+        self.job = job
+        self.keys = keys
+        self.token = token
+        self.token_ids: list[int] = []
+        self.pieces: list[str] = []
+        self.durable = 0  # tokens in the store
+        self.outcome: Outcome | None = None
+        self.lost: calls.Fenced | calls.Gone | None = None  # why this process may no longer write
+        self.settled = threading.Event()  # ended in the store, or lost
+        self._digest = entries.Digest()
+        self._digested = 0
+        self._pending_since: float | None = None
+        self._first_is_out = False
+        self.renewed_at = time.monotonic()
+
+    def restore(self, token_ids: Sequence[int], pieces: Sequence[str]) -> None:
+        """Content that earlier owners wrote."""
+        self.token_ids, self.pieces = list(token_ids), list(pieces)
+        self.durable = len(self.token_ids)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def due_in(self, now: float, settings: Settings) -> float | None:
+        """Seconds until something is to be written; None when nothing waits."""
+        if self.outcome is not None:
+            return 0.0
+        waiting = len(self.token_ids) - self.durable
+        if not waiting:
+            return None
+        if waiting >= settings.flush_tokens or not self._first_is_out or self._pending_since is None:
+            return 0.0
+        return max(0.0, self._pending_since + settings.flush_ms / 1000 - now)
+
+    def push(self, token_ids: Sequence[int], pieces: Sequence[str]) -> None:
+        if self._pending_since is None:
+            self._pending_since = time.monotonic()
+        self.token_ids.extend(token_ids)
+        self.pieces.extend(pieces)
+
+    def chunk(self) -> tuple[int, int, tuple[str | bytes, ...]] | None:
+        """From, to and fields of what is not durable yet."""
+        start, pos = self.durable, len(self.token_ids)
+        if start == pos:
+            return None
+        self._pending_since = None
+        self._first_is_out = True
+        pieces = self.pieces[start:pos]
+        return start, pos, entries.fields(self.token_ids[start:pos], pieces, self._digest_at(pos))
+
+    def _digest_at(self, pos: int) -> str:
+        if self._digested > pos:  # cannot go back: begin again
+            self._digest, self._digested = entries.Digest(), 0
+        self._digest.update("".join(self.pieces[self._digested : pos]))
+        self._digested = pos
+        return self._digest.hex()
+
+
+class ChunkWriter:
+    """The writer of one home. `on_cancel` is called, from its thread, for a stream whose job is asked to stop."""
+
+    def __init__(self, settings: Settings, home: str, on_cancel: Callable[[OwnedStream], None]) -> None:
+        self._settings = settings
+        self._on_cancel = on_cancel
+        self._client = connect.blocking(settings, home, timeout_s=settings.store_timeout_s)
+        self._streams: dict[str, OwnedStream] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"chunk-writer-{home}", daemon=True)
+        self._thread.start()
+
+    @property
+    def client(self) -> Redis:
+        return self._client
+
+    def add(self, stream: OwnedStream) -> None:
+        with self._changed:
+            self._streams[stream.job.id] = stream
+
+    def push(self, pushed: Sequence[tuple[OwnedStream, Sequence[int], Sequence[str], Outcome | None]]) -> None:
+        """What one engine step brought: tokens and pieces to each stream, and how it ends if it does."""
+        with self._changed:
+            for stream, token_ids, pieces, outcome in pushed:
+                if token_ids:
+                    stream.push(token_ids, pieces)
+                if outcome and stream.outcome is None:
+                    stream.outcome = outcome
+            self._changed.notify()
+
+    def remove(self, stream: OwnedStream) -> None:
+        """Write nothing more of it; its lease is not renewed from now on."""
+        with self._changed:
+            self._forget(stream)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout=5)
+        self._client.close()
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while work := self._next_round():
+            try:
+                replies = self._send([write.call for write in work])
+                failures = 0
+            except connect.ERRORS as error:
+                pause = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
+                failures += 1
+                log.warning("store away (%s), trying again in %.2f s", type(error).__name__, pause)
+                time.sleep(pause)
+                continue
+            self._settle(work, replies)
+
+    def _next_round(self) -> list[_Write]:
+        """Wait until something is due. Empty when the writer is closed and everything is written."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                work = [write for stream in self._streams.values() for write in self._due(stream, now)]
+                if work or (self._closing and not self._streams):
+                    return work
+                if self._closing:
+                    return []
+                self._changed.wait(self._patience(now))
+
+    def _patience(self, now: float) -> float:
+        renew_s = self._settings.renew_ms / 1000
+        waits = [s.renewed_at + renew_s - now for s in self._streams.values()]
+        waits += [due for s in self._streams.values() if (due := s.due_in(now, self._settings)) is not None]
+        return max(0.001, min(waits, default=renew_s))
+
+    def _due(self, stream: OwnedStream, now: float) -> list[_Write]:
+        lease_ms = self._settings.lease_ms
+        due: list[_Write] = []
+        if stream.due_in(now, self._settings) == 0.0:
+            if chunk := stream.chunk():
+                due.append(_Write(stream, calls.append(stream.keys, stream.token, lease_ms, *chunk), pos=chunk[1]))
+            if stream.outcome:
+                due.append(_Write(stream, _finish(stream, stream.outcome), ends=True))
+        elif now - stream.renewed_at >= self._settings.renew_ms / 1000:
+            due.append(_Write(stream, calls.renew(stream.keys, stream.token, lease_ms)))
+        if due:
+            stream.renewed_at = now
+        return due
+
+    def _send(self, due: list[calls.Call]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for call in due:
+            pipeline.execute_command(*call.command)
+        return list(pipeline.execute(raise_on_error=False))
+
+    def _settle(self, work: list[_Write], replies: list[Any]) -> None:
+        refusals = [reply for reply in replies if isinstance(reply, Exception)]
+        with self._changed:
+            pairs = zip(work, replies, strict=True)
+            answered = [(write, write.call.parse(reply)) for write, reply in pairs if not isinstance(reply, Exception)]
+            cancelled = [write.stream for write, written in answered if self._apply(write, written)]
+        for stream in cancelled:
+            self._on_cancel(stream)
+        if refusals:  # out of memory, loading, read-only: nothing is lost by waiting
+            log.warning("the store refused %d of %d writes: %s", len(refusals), len(work), refusals[0])
+            time.sleep(_RETRY_S[-2])
+
+    def _apply(self, write: _Write, written: calls.Written) -> bool:
+        """Take a reply in. True when the job is asked to stop."""
+        stream = write.stream
+        match written:
+            case calls.Accepted(cancel):
+                if write.pos is not None:
+                    stream.durable = write.pos
+                if write.ends:
+                    self._forget(stream)
+                return cancel and stream.outcome is None
+            case calls.Rewind(pos):
+                # Ours, written by a try whose reply was lost; or the store forgot its last second.
+                stream.durable = min(pos, len(stream.token_ids))
+            case calls.Fenced() | calls.Gone():
+                stream.lost = written
+                self._forget(stream)
+        return False
+
+    def _forget(self, stream: OwnedStream) -> None:
+        self._streams.pop(stream.job.id, None)
+        stream.settled.set()
+
+
+def _finish(stream: OwnedStream, outcome: Outcome) -> calls.Call:
+    job, pos = stream.job, len(stream.token_ids)
+    return calls.finish(
+        stream.keys, stream.token, pos, outcome.state, outcome.reason, job.prompt_tokens, outcome.failure
+    )

@@ -1,0 +1,77 @@
+"""How a stream entry is written and read. Fields are plain, so that a client in any language can XREAD them.
+
+    content  id <pos>-0   p start position, t text, i token ids (little-endian uint32 each), o end offset of each
+                          token's text within t (uint32 each, in code points), h digest, ts unix ms
+    control  id <pos>-n   k kind, d JSON object, ts unix ms
+
+The digest is the first 16 hex digits of the SHA-256 of the stream's text from its start, in UTF-8: chunk borders
+do not show in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from brokers.job import Content, Control, Entry
+
+
+class Digest:
+    """The running digest of a stream's text."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, text: str) -> None:
+        self._hash.update(text.encode())
+
+    def hex(self) -> str:
+        return self._hash.hexdigest()[:16]
+
+
+def fields(token_ids: Sequence[int], pieces: Sequence[str], digest: str) -> tuple[str | bytes, ...]:
+    """Text, ids, offsets and digest of one content entry, in the order the append function takes them."""
+    return "".join(pieces), _packed(token_ids), _packed(tuple(accumulate(map(len, pieces)))), digest
+
+
+def parse(entry_id: bytes, raw: Mapping[bytes, bytes]) -> Entry:
+    pos, n = (int(part) for part in entry_id.split(b"-"))
+    ts_ms = int(raw[b"ts"])
+    if n:
+        return Control(pos=pos, n=n, kind=raw[b"k"].decode(), data=msgspec.json.decode(raw[b"d"]), ts_ms=ts_ms)
+    return Content(
+        start=int(raw[b"p"]),
+        pos=pos,
+        text=raw[b"t"].decode(),
+        token_ids=_unpacked(raw[b"i"]),
+        offsets=_unpacked(raw[b"o"]),
+        digest=raw[b"h"].decode(),
+        ts_ms=ts_ms,
+    )
+
+
+def cut(content: Content, after: int) -> Content:
+    """What of an entry lies beyond position `after`, which is within it."""
+    skip = after - content.start
+    if skip <= 0:
+        return content
+    head = content.offsets[skip - 1]
+    return msgspec.structs.replace(
+        content,
+        start=after,
+        text=content.text[head:],
+        token_ids=content.token_ids[skip:],
+        offsets=tuple(offset - head for offset in content.offsets[skip:]),
+    )
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def _unpacked(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 4}I", data)

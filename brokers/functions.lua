@@ -1,0 +1,249 @@
+#!lua name=lingbot1
+--[[
+Every write to the store. A function checks everything before its first write, because functions do not roll back.
+
+Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
+  lb:r:{pNN}:job:<job>           hash, the record. Fields:
+      id tenant kind model lane home place state gen attempt created deadline prompt_tokens metadata sealed retention
+      pos      content tokens durable in the stream; the truth, since the stream's tail may be trimmed
+      ctl      control entries written at this pos
+      owner    random token of the worker that may write; absent when nobody owns the job
+      lease    ms; the owner is taken for lost after it
+      cancel   "1" once asked for; outlives every restart
+      worker started ended finish usage_prompt usage_completion digest error_code error_message
+  lb:r:{pNN}:out:<tenant>:<job>  stream. Entry id <pos>-0 is content, <pos>-n (n >= 1) control; see ARCHITECTURE.md
+  lb:r:{pNN}:live                zset of jobs that have not ended, by the ms at which the reconciler looks next
+  lb:r:{pNN}:jobs:<tenant>       zset of a tenant's jobs by creation time
+
+Replies: an integer >= 0 is success (append, renew: bit 1 = cancel was asked for); otherwise an array whose first
+element is a word: FENCED (another owner, or none), GONE (no such record), POS n (the stream stands at n), ...
+--]]
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, withdrawn = true }
+
+local function get(record, ...)
+  return redis.call('HMGET', record, ...)
+end
+
+-- Numbers reach a hash as integers: Lua would write 1.6e12 as 1.6e+12.
+local function int(n)
+  return string.format('%.0f', n)
+end
+
+local function control(record, stream, kind, data, now)
+  local at = get(record, 'pos', 'ctl')
+  local n = tonumber(at[2]) + 1
+  redis.call('XADD', stream, at[1] .. '-' .. n, 'k', kind, 'd', data, 'ts', int(now))
+  redis.call('HSET', record, 'ctl', n)
+end
+
+-- The one way a job ends: record, terminal entry, expiry of both, out of the live set.
+local function finish(record, stream, live, now, outcome)
+  local job = get(record, 'id', 'pos', 'retention', 'digest')
+  local usage = { prompt_tokens = outcome.prompt_tokens, completion_tokens = tonumber(job[2]) }
+  local data = { status = outcome.state, finish_reason = outcome.reason, usage = usage, digest = job[4] or '' }
+  if outcome.error_code then
+    data.error = { code = outcome.error_code, message = outcome.error_message }
+    redis.call('HSET', record, 'error_code', outcome.error_code, 'error_message', outcome.error_message)
+  end
+  control(record, stream, 'end', cjson.encode(data), now)
+  redis.call('HSET', record, 'state', outcome.state, 'finish', outcome.reason, 'ended', int(now),
+    'usage_prompt', usage.prompt_tokens, 'usage_completion', usage.completion_tokens)
+  redis.call('HDEL', record, 'owner', 'lease')
+  redis.call('PEXPIRE', record, job[3])
+  redis.call('PEXPIRE', stream, job[3])
+  redis.call('ZREM', live, job[1])
+end
+
+-- Ends a job that no worker holds: what it used is its prompt if ever a worker read it, and the text that is out.
+local function finish_unowned(record, stream, live, now, state)
+  local job = get(record, 'attempt', 'prompt_tokens')
+  local prompt = tonumber(job[1]) > 0 and tonumber(job[2]) or 0
+  finish(record, stream, live, now, { state = state, reason = state, prompt_tokens = prompt })
+end
+
+local function owned(record, token)
+  local job = get(record, 'state', 'owner', 'pos', 'cancel')
+  if not job[1] then return nil, { 'GONE' } end
+  if job[1] ~= 'running' or job[2] ~= token then return nil, { 'FENCED' } end
+  return { pos = job[3], flags = job[4] and 1 or 0 }
+end
+
+local function lease_left(record, now)
+  local lease = get(record, 'owner', 'lease')
+  if not lease[1] then return 0 end
+  return tonumber(lease[2]) - now
+end
+
+-- KEYS record stream live index; ARGV job retention_ms check_ms ttl_ms field value ...
+local function create(keys, args)
+  local record, stream, live, index = keys[1], keys[2], keys[3], keys[4]
+  local state = redis.call('HGET', record, 'state')
+  if state then return { 'EXISTS', state } end
+  local now, job, retention, check, ttl = now_ms(), args[1], args[2], args[3], args[4]
+  redis.call('HSET', record, 'state', 'accepted', 'attempt', 0, 'pos', 0, 'ctl', 1, 'retention', retention,
+    unpack(args, 5))
+  redis.call('XADD', stream, '0-1', 'k', 'accepted', 'd', '{}', 'ts', int(now))
+  redis.call('PEXPIRE', record, ttl)
+  redis.call('PEXPIRE', stream, ttl)
+  redis.call('ZADD', live, int(now + check), job)
+  redis.call('ZREMRANGEBYSCORE', index, '-inf', int(now - ttl))
+  redis.call('ZADD', index, int(now), job)
+  redis.call('PEXPIRE', index, ttl)
+  return 0
+end
+
+-- KEYS record live; ARGV job check_ms. The broker has confirmed: accepted -> queued. Answers the state now.
+local function queued(keys, args)
+  local job = get(keys[1], 'state', 'deadline')
+  if not job[1] then return { 'GONE' } end
+  if job[1] ~= 'accepted' then return job[1] end
+  redis.call('HSET', keys[1], 'state', 'queued')
+  redis.call('ZADD', keys[2], int(math.min(now_ms() + args[2], tonumber(job[2]))), args[1])
+  return 'queued'
+end
+
+-- KEYS record stream live index; ARGV job. The client is about to be told 503: 1 if the job will never run.
+local function withdraw(keys, args)
+  local job = get(keys[1], 'state', 'retention')
+  if job[1] ~= 'accepted' then return job[1] and 0 or 1 end
+  redis.call('HSET', keys[1], 'state', 'withdrawn', 'ended', int(now_ms()))
+  redis.call('PEXPIRE', keys[1], job[2])
+  redis.call('UNLINK', keys[2])
+  redis.call('ZREM', keys[3], args[1])
+  redis.call('ZREM', keys[4], args[1])
+  return 1
+end
+
+-- KEYS record stream live; ARGV job gen worker token lease_ms.
+-- OK pos attempt sealed | GONE | ENDED state | STALE | BUSY ms_left worker
+local function claim(keys, args)
+  local record, stream, live = keys[1], keys[2], keys[3]
+  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'worker', 'pos', 'attempt', 'sealed', 'started')
+  if not job[1] then return { 'GONE' } end
+  if TERMINAL[job[1]] then return { 'ENDED', job[1] } end
+  if tonumber(args[2]) < tonumber(job[2]) then return { 'STALE' } end
+  local now = now_ms()
+  local left = lease_left(record, now)
+  if left > 0 then return { 'BUSY', left, job[5] } end
+  if job[4] then
+    finish_unowned(record, stream, live, now, 'cancelled')
+    return { 'ENDED', 'cancelled' }
+  end
+  if now >= tonumber(job[3]) then
+    finish_unowned(record, stream, live, now, 'expired')
+    return { 'ENDED', 'expired' }
+  end
+  local attempt = tonumber(job[7]) + 1
+  local kind = attempt == 1 and 'started' or 'taken_over'
+  control(record, stream, kind, cjson.encode({ worker = args[3], attempt = attempt }), now)
+  redis.call('HSET', record, 'state', 'running', 'owner', args[4], 'lease', int(now + args[5]), 'worker', args[3],
+    'attempt', attempt, 'started', job[9] or int(now))
+  redis.call('ZADD', live, int(now + args[5]), args[1])
+  return { 'OK', tonumber(job[6]), attempt, job[8] }
+end
+
+-- KEYS record; ARGV token lease_ms
+local function renew(keys, args)
+  local mine, refusal = owned(keys[1], args[1])
+  if not mine then return refusal end
+  redis.call('HSET', keys[1], 'lease', int(now_ms() + args[2]))
+  return mine.flags
+end
+
+-- KEYS record stream; ARGV token lease_ms from to text ids offsets digest
+local function append(keys, args)
+  local mine, refusal = owned(keys[1], args[1])
+  if not mine then return refusal end
+  if mine.pos ~= args[3] then return { 'POS', tonumber(mine.pos) } end
+  local now = now_ms()
+  local id = redis.call('XADD', keys[2], 'NOMKSTREAM', args[4] .. '-0', 'p', args[3], 't', args[5], 'i', args[6],
+    'o', args[7], 'h', args[8], 'ts', int(now))
+  if not id then return { 'GONE' } end
+  redis.call('HSET', keys[1], 'pos', args[4], 'ctl', 0, 'digest', args[8], 'lease', int(now + args[2]))
+  return mine.flags
+end
+
+-- KEYS record stream live; ARGV token pos state reason prompt_tokens [error_code error_message]
+local function done(keys, args)
+  local mine, refusal = owned(keys[1], args[1])
+  if not mine then return refusal end
+  if mine.pos ~= args[2] then return { 'POS', tonumber(mine.pos) } end
+  finish(keys[1], keys[2], keys[3], now_ms(), { state = args[3], reason = args[4], prompt_tokens = tonumber(args[5]),
+    error_code = args[6], error_message = args[7] })
+  return 0
+end
+
+-- KEYS record live; ARGV job token check_ms. The owner hands the job back; its message returns to the queue.
+local function release(keys, args)
+  local mine, refusal = owned(keys[1], args[2])
+  if not mine then return refusal end
+  redis.call('HSET', keys[1], 'state', 'queued')
+  redis.call('HDEL', keys[1], 'owner', 'lease')
+  redis.call('ZADD', keys[2], int(now_ms() + args[3]), args[1])
+  return 0
+end
+
+-- KEYS record stream live; ARGV hint_channel job. Durable flag first, hint second. Answers the state now.
+local function cancel(keys, args)
+  local state = redis.call('HGET', keys[1], 'state')
+  if not state then return { 'GONE' } end
+  if TERMINAL[state] then return state end
+  local now = now_ms()
+  redis.call('HSET', keys[1], 'cancel', 1)
+  if lease_left(keys[1], now) > 0 then
+    redis.call('PUBLISH', args[1], args[2])
+    return state
+  end
+  finish_unowned(keys[1], keys[2], keys[3], now, 'cancelled')
+  return 'cancelled'
+end
+
+-- KEYS record stream live; ARGV job grace_ms check_ms assume_lost.
+-- What the reconciler does with one job that is due: 0 nothing now | PUBLISH gen sealed | ENDED state
+-- assume_lost "1": the broker was seen to hold no message for a queued job.
+local function reconcile(keys, args)
+  local record, stream, live, id = keys[1], keys[2], keys[3], args[1]
+  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'sealed')
+  if not job[1] or TERMINAL[job[1]] then
+    redis.call('ZREM', live, id)
+    return 0
+  end
+  local now = now_ms()
+  local left = lease_left(record, now)
+  if left > 0 then
+    redis.call('ZADD', live, int(now + left), id)
+    return 0
+  end
+  local over = job[4] and 'cancelled' or (now >= tonumber(job[3]) and 'expired')
+  if over then
+    finish_unowned(record, stream, live, now, over)
+    return { 'ENDED', over }
+  end
+  local pause = math.min(tonumber(job[1] == 'queued' and args[3] or args[2]), tonumber(job[3]) - now)
+  redis.call('ZADD', live, int(now + pause), id)
+  if job[1] == 'queued' and args[4] ~= '1' then return 0 end
+  local gen = tonumber(job[2]) + 1
+  if job[1] == 'running' then
+    redis.call('HSET', record, 'state', 'queued')
+    redis.call('HDEL', record, 'owner', 'lease')
+  end
+  redis.call('HSET', record, 'gen', gen)
+  return { 'PUBLISH', gen, job[5] }
+end
+
+redis.register_function('lb1_create', create)
+redis.register_function('lb1_queued', queued)
+redis.register_function('lb1_withdraw', withdraw)
+redis.register_function('lb1_claim', claim)
+redis.register_function('lb1_renew', renew)
+redis.register_function('lb1_append', append)
+redis.register_function('lb1_finish', done)
+redis.register_function('lb1_release', release)
+redis.register_function('lb1_cancel', cancel)
+redis.register_function('lb1_reconcile', reconcile)

@@ -1,0 +1,177 @@
+"""The vocabulary of a job. Everything else speaks in these words; this file imports nothing of ours.
+
+A job is frozen and changes by copy. Its life, drawn in ARCHITECTURE.md:
+
+    accepted -> queued -> running -> succeeded | failed | cancelled | expired
+                  ^---------|                          accepted -> withdrawn
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from ulid import ULID
+
+WORD = re.compile(r"[a-z0-9]{1,32}\Z")
+"""Region codes and tenant ids: one plain word, so that nothing in them can look like a key or a pattern."""
+
+_ULID_LENGTH = 26
+
+
+class Kind(StrEnum):
+    """What a job generates."""
+
+    TEXT = "text"
+    EMBEDDING = "embedding"
+    IMAGE = "image"
+
+
+class Lane(StrEnum):
+    """A queue of its own with a prefetch of its own, highest first."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+
+class State(StrEnum):
+    """Where a job stands; the terminal ones never change again."""
+
+    ACCEPTED = "accepted"  # the record exists; the broker has not confirmed yet
+    QUEUED = "queued"  # the broker holds a message for it
+    RUNNING = "running"  # a worker owns it
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"  # its deadline passed before it ended
+    WITHDRAWN = "withdrawn"  # the client was told 503; it will never run
+
+
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED, State.EXPIRED, State.WITHDRAWN})
+
+
+class FinishReason(StrEnum):
+    """Why the text of a job ended; OpenAI's words where it has one."""
+
+    STOP = "stop"  # end-of-sequence token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn. Limits are checked at the door, in producers.schemas."""
+
+    max_tokens: int = 256  # generated tokens at most, >= 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # share of the best token's probability, [0, 1)
+    seed: int = 0  # with position and choice it keys the generator; the door draws one if none was given
+    repetition_penalty: float = 1.0  # > 0, over prompt and output, as in CTRL and transformers
+    presence_penalty: float = 0.0  # [-2, 2], over the output, as OpenAI defines it
+    frequency_penalty: float = 0.0  # [-2, 2], over the output, as OpenAI defines it
+    stop: tuple[str, ...] = ()  # never shown, not even half
+    ignore_eos: bool = False  # go on past end-of-sequence, for benchmarks
+
+
+class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
+    """What a text job asks for. The prompt travels as token ids, sealed."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    choice: int = 0  # index among the choices of one request; part of the sampling key
+
+
+Spec = TextSpec
+"""Grows to a union with the embedding and image specs."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens counted once per job, whatever happened on the way."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a job failed, in the words of the API's errors."""
+
+    code: str  # stable, snake_case
+    message: str  # what was wrong; never the prompt
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a job, as the store keeps it and the API shows it."""
+
+    id: str  # home region + ULID, one word
+    tenant: str
+    kind: Kind
+    model: str
+    lane: Lane
+    home: str  # region whose API accepted it: record and stream live there
+    place: str  # region whose queue it is on
+    state: State
+    created_ms: int
+    deadline_ms: int  # it expires then, wherever it is
+    gen: int = 1  # publish generation; a message with an older one is dropped
+    attempt: int = 0  # claims by an owner, takeovers included
+    pos: int = 0  # content tokens durable in the stream
+    prompt_tokens: int = 0
+    started_ms: int | None = None
+    ended_ms: int | None = None
+    worker: str | None = None  # the last owner's name
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    failure: Failure | None = None
+    metadata: dict[str, str] = {}
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """One content entry of a stream: tokens start+1 .. pos and their text."""
+
+    start: int  # position before this entry
+    pos: int  # position after it; the cursor
+    text: str
+    token_ids: tuple[int, ...] = ()  # pos - start of them
+    offsets: tuple[int, ...] = ()  # end of each token's text within text, in code points
+    digest: str = ""  # hex of the text from the stream's start to here, see ARCHITECTURE.md
+    ts_ms: int = 0
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """One control entry: it never moves the cursor."""
+
+    pos: int
+    n: int  # >= 1, orders the control entries of one position
+    kind: str  # accepted | started | taken_over | restarted | end
+    data: dict[str, Any] = {}
+    ts_ms: int = 0
+
+
+Entry = Content | Control
+
+
+def new_job_id(home: str) -> str:
+    """A fresh id; sorts by time within its home."""
+    return home + str(ULID()).lower()
+
+
+def home_of(job_id: str) -> str | None:
+    """The region a job id names, or None when it is no job id at all."""
+    home, ulid = job_id[:-_ULID_LENGTH], job_id[-_ULID_LENGTH:]
+    if not WORD.match(home) or len(ulid) != _ULID_LENGTH or not re.fullmatch(r"[0-9a-z]{26}", ulid):
+        return None
+    return home

@@ -1,0 +1,101 @@
+"""Every exchange, queue, key, stream and task name, as functions. Nobody else spells one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from zlib import crc32
+
+from brokers.job import Kind, Lane
+
+VERSION = 1
+"""Of the envelope and of the function library; it is part of their names."""
+
+EXCHANGE = "gen"
+DEAD_EXCHANGE = "gen.dead"
+
+_LANES = frozenset(lane.value for lane in Lane)
+
+FUNCTION_LIBRARY = f"lingbot{VERSION}"
+
+
+def queue(region: str, model: str, lane: Lane) -> str:
+    return f"gen.{region}.{model}.{lane}"
+
+
+def lane_of(queue_name: str) -> Lane | None:
+    """The lane that a queue serves; None for a queue that is no lane's."""
+    lane = queue_name.rpartition(".")[2]
+    return Lane(lane) if queue_name.startswith("gen.") and lane in _LANES else None
+
+
+def routing_key(model: str, lane: Lane) -> str:
+    return f"{model}.{lane}"
+
+
+def dead_queue(region: str) -> str:
+    return f"gen.{region}.dead"
+
+
+def task(kind: Kind) -> str:
+    return f"lingbot.{kind}.v{VERSION}"
+
+
+def function(verb: str) -> str:
+    return f"lb{VERSION}_{verb}"
+
+
+@lru_cache(maxsize=8192)
+def partition(job_id: str, partitions: int) -> str:
+    """`{pNN}`: a Redis Cluster hash tag, so that a job's keys share a slot and many jobs share one XREAD."""
+    return "{p%02d}" % (crc32(job_id.encode()) % partitions)
+
+
+def partition_at(index: int) -> str:
+    return "{p%02d}" % index
+
+
+def record(region: str, part: str, job_id: str) -> str:
+    return f"lb:{region}:{part}:job:{job_id}"
+
+
+def stream(region: str, part: str, tenant: str, job_id: str) -> str:
+    return f"lb:{region}:{part}:out:{tenant}:{job_id}"
+
+
+def live(region: str, part: str) -> str:
+    """Sorted set of the jobs that have not ended, scored by when the reconciler looks at them next."""
+    return f"lb:{region}:{part}:live"
+
+
+def tenant_jobs(region: str, part: str, tenant: str) -> str:
+    """Sorted set of a tenant's job ids in one partition, scored by creation time."""
+    return f"lb:{region}:{part}:jobs:{tenant}"
+
+
+def wake(region: str, part: str, process: str) -> str:
+    """Stream that interrupts a blocked XREAD of one API process."""
+    return f"lb:{region}:{part}:wake:{process}"
+
+
+def hints(region: str) -> str:
+    """Pub/sub channel on which workers hear of cancels at once; the durable flag is in the record."""
+    return f"lb:{region}:hints"
+
+
+def api_keys(region: str) -> str:
+    """Hash of API keys, by the SHA-256 of the whole key."""
+    return f"lb:{region}:keys"
+
+
+def leader(region: str) -> str:
+    return f"lb:{region}:leader"
+
+
+def workers(region: str) -> str:
+    """Hash of what each worker last said of itself, by its name."""
+    return f"lb:{region}:workers"
+
+
+def meta(region: str) -> str:
+    """Hash of what must not change after the first start: partitions, key-layout version."""
+    return f"lb:{region}:meta"

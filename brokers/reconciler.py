@@ -1,0 +1,155 @@
+"""The sweeper of one region: what was lost is found, what is due is ended or published again.
+
+One leader per region at a time, by a lease in Redis; two for a moment do no harm, since every step is a checking
+function and a second message of a job is dropped by its publish generation.
+
+    python -m brokers.reconciler
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import time
+
+import msgspec
+
+from brokers import calls, logs, management, names
+from brokers.errors import BrokerUnavailable, LingbotError, StoreUnavailable
+from brokers.job import Job, State
+from brokers.publisher import Publisher
+from brokers.seal import Sealer
+from brokers.settings import Settings, load
+from brokers.store import Store
+
+log = logging.getLogger(__name__)
+
+_LEASE_MS = 5000
+_DUE_AT_ONCE = 500  # jobs of one partition in one sweep
+
+
+class Reconciler:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._store = Store(settings)
+        self._publisher = Publisher(settings)
+        self._sealer = Sealer(settings)
+        self._token = secrets.token_hex(8)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Sweep until asked to stop. Outages are waited out."""
+        await self._open(stop)
+        while not stop.is_set():
+            try:
+                if await self._lead():
+                    await self.sweep()
+            except LingbotError as error:
+                log.warning("sweep: %s", error.message)
+            await _pause(stop, self._settings.sweep_s)
+        await self._step_down()
+        await self._publisher.close()
+        await self._store.close()
+
+    async def open(self) -> None:
+        await self._store.open()
+        await self._publisher.open()
+
+    async def sweep(self) -> int:
+        """Look at every job that is due once; how many were published again or ended."""
+        partitions = range(self._settings.partitions)
+        due = await asyncio.gather(*(self._due(names.partition_at(index)) for index in partitions))
+        jobs = [job_id for page in due for job_id in page]
+        done = [await self._reconcile(job_id) for job_id in jobs]
+        return sum(done)
+
+    async def _open(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            try:
+                return await self.open()
+            except (StoreUnavailable, BrokerUnavailable) as error:
+                log.warning("waiting to start: %s", error.message)
+                await _pause(stop, 1.0)
+
+    async def _due(self, part: str) -> list[str]:
+        key = names.live(self._settings.region, part)
+        now_ms = int(time.time() * 1000)
+        command = ("ZRANGEBYSCORE", key, "-inf", now_ms, "LIMIT", 0, _DUE_AT_ONCE)
+        found: list[str] = await self._store.call(calls.Call(command, lambda reply: [job.decode() for job in reply]))
+        return found
+
+    async def _reconcile(self, job_id: str) -> bool:
+        job = await self._store.get(job_id)
+        if job is None:
+            await self._drop(job_id)
+            return False
+        keys = calls.keys(job, self._settings.partitions)
+        assume_lost = job.state is State.QUEUED and await self._no_message(job)
+        call = calls.reconcile(job_id, keys, self._settings, assume_lost=assume_lost)
+        verdict = await self._store.call(call)
+        if isinstance(verdict, calls.Publish):
+            await self._publish_again(job, verdict)
+        return verdict is not None
+
+    async def _publish_again(self, job: Job, verdict: calls.Publish) -> None:
+        log.warning("job %s was %s with nobody at it: published again as generation %d", job.id, job.state, verdict.gen)
+        sealed = self._sealer.reseal(job, verdict.sealed, verdict.gen)
+        await self._publisher.publish(msgspec.structs.replace(job, gen=verdict.gen), sealed)
+        await self._store.queued(job)
+
+    async def _drop(self, job_id: str) -> None:
+        part = names.partition(job_id, self._settings.partitions)
+        key = names.live(self._settings.region, part)
+        await self._store.call(calls.Call(("ZREM", key, job_id), bool))
+
+    async def _no_message(self, job: Job) -> bool:
+        """True when the broker says that the job's queue holds nothing, delivered or not."""
+        queue = names.queue(job.place, job.model, job.lane)
+        try:
+            return await management.queue_depth(self._settings, job.place, queue) == 0
+        except BrokerUnavailable:
+            return False  # not known: looked at again later
+
+    # --- leading ----------------------------------------------------------------------------------------------
+
+    async def _lead(self) -> bool:
+        key = names.leader(self._settings.region)
+        taken = await self._store.call(calls.Call(("SET", key, self._token, "NX", "PX", _LEASE_MS), bool))
+        if taken:
+            return True
+        holder = await self._store.call(calls.Call(("GET", key), lambda reply: reply))
+        if holder != self._token.encode():
+            return False
+        await self._store.call(calls.Call(("PEXPIRE", key, _LEASE_MS), bool))
+        return True
+
+    async def _step_down(self) -> None:
+        key = names.leader(self._settings.region)
+        try:
+            holder = await self._store.call(calls.Call(("GET", key), lambda reply: reply))
+            if holder == self._token.encode():
+                await self._store.call(calls.Call(("DEL", key), bool))
+        except StoreUnavailable:
+            pass  # the lease runs out
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        pass
+
+
+async def main() -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    await Reconciler(load()).run(stop)
+
+
+if __name__ == "__main__":
+    logs.configure(load())
+    asyncio.run(main())

@@ -1,0 +1,92 @@
+"""Sealing of specs: what a job asks for is readable in no queue, no record, no log.
+
+A sealed spec is   1 byte version | 1 byte length of kid | kid | 12 bytes nonce | AES-256-GCM ciphertext and tag
+with a key of its own per job, HKDF-SHA256(master[kid], info=job id), so that random nonces never meet, and with kid,
+job, tenant, home, lane, task and publish generation as associated data: moved to another job, it does not open.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+from brokers import names
+from brokers.errors import ConfigurationError, SealBroken, UnknownSealKey
+from brokers.job import Job, Spec
+from brokers.settings import Settings
+
+_VERSION = 1
+_NONCE = 12
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Spec)
+
+
+class Sealer:
+    """Seals with the newest master key, opens with any it holds."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._masters = {kid: _master(kid, key.get_secret_value()) for kid, key in settings.seal_keys.items()}
+        if not self._masters:
+            raise ConfigurationError("seal_keys is empty: give at least one key id with 32 bytes in base64")
+        self._newest = list(self._masters)[-1]
+
+    def seal(self, job: Job, spec: Spec) -> bytes:
+        nonce = os.urandom(_NONCE)
+        kid = self._newest.encode()
+        box = self._cipher(self._newest, job).encrypt(nonce, _encoder.encode(spec), _bound(kid, job))
+        return bytes((_VERSION, len(kid))) + kid + nonce + box
+
+    def open(self, job: Job, sealed: bytes) -> Spec:
+        """The spec inside. Raises UnknownSealKey (hold the message: a key is missing here) or SealBroken."""
+        kid, nonce, box = _split(sealed)
+        try:
+            plain = self._cipher(kid.decode(), job).decrypt(nonce, box, _bound(kid, job))
+        except InvalidTag:
+            raise SealBroken() from None
+        return _decoder.decode(plain)
+
+    def reseal(self, job: Job, sealed: bytes, gen: int) -> bytes:
+        """The record's spec, which is bound to generation 1, for a message of generation `gen`."""
+        return self.seal(msgspec.structs.replace(job, gen=gen), self.open(first_generation(job), sealed))
+
+    def _cipher(self, kid: str, job: Job) -> AESGCM:
+        try:
+            master = self._masters[kid]
+        except KeyError:
+            raise UnknownSealKey(f"no seal key with id {kid!r} is configured here") from None
+        # Expand alone: the masters are uniformly random already, which is what extract would make them.
+        return AESGCM(HKDFExpand(SHA256(), 32, job.id.encode()).derive(master))
+
+
+def first_generation(job: Job) -> Job:
+    """The job as it was when its record was sealed."""
+    return job if job.gen == 1 else msgspec.structs.replace(job, gen=1)
+
+
+def _bound(kid: bytes, job: Job) -> bytes:
+    words = (job.id, job.tenant, job.home, job.lane, names.task(job.kind), str(job.gen))
+    return b"\0".join((kid, *(word.encode() for word in words)))
+
+
+def _split(sealed: bytes) -> tuple[bytes, bytes, bytes]:
+    if len(sealed) < 2 + _NONCE or sealed[0] != _VERSION:
+        raise SealBroken()
+    end = 2 + sealed[1]
+    return sealed[2:end], sealed[end : end + _NONCE], sealed[end + _NONCE :]
+
+
+def _master(kid: str, text: str) -> bytes:
+    try:
+        key = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        key = b""
+    if len(key) != 32 or not 1 <= len(kid.encode()) <= 64:
+        raise ConfigurationError(f"seal_keys.{kid} must be 32 bytes in base64 under a key id of at most 64 bytes")
+    return key

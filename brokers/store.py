@@ -1,0 +1,139 @@
+"""The job record over asyncio: create, queue, withdraw, read, cancel, list.
+
+Concurrent calls share one pipeline in flight: while it is away the next ones gather, so that a busy API sends
+hundreds of commands in one round trip and an idle one sends each at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from brokers import calls, connect, names
+from brokers.errors import StoreUnavailable
+from brokers.job import Job, State, home_of
+from brokers.settings import Settings
+
+_MOST_IN_A_PIPELINE = 256  # larger ones only add to the latency of what is in them
+
+
+class Store:
+    """The records of one region's home. Every call ends within `store_timeout_s` or raises StoreUnavailable."""
+
+    def __init__(self, settings: Settings, region: str | None = None) -> None:
+        self.region = region or settings.region
+        self._settings = settings
+        self._client = connect.asynchronous(settings, self.region, timeout_s=settings.store_timeout_s)
+        self._waiting: deque[tuple[calls.Call, asyncio.Future[Any]]] = deque()
+        self._sender: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Check the store and load its functions. Raises StoreUnavailable or ConfigurationError."""
+        await asyncio.to_thread(self._prepare)
+
+    async def close(self) -> None:
+        if self._sender:
+            await asyncio.gather(self._sender, return_exceptions=True)
+        await self._client.aclose()
+
+    async def ping(self) -> None:
+        await self.call(calls.Call(("PING",), lambda reply: reply))
+
+    async def create(self, job: Job, sealed: bytes) -> None:
+        await self.call(calls.create(job, sealed, self._keys(job), self._settings))
+
+    async def queued(self, job: Job) -> State | None:
+        state: State | None = await self.call(calls.queued(job, self._keys(job), self._settings))
+        return state
+
+    async def withdraw(self, job: Job) -> bool:
+        """True when the job will never run; False when it runs already."""
+        return bool(await self.call(calls.withdraw(job, self._keys(job))))
+
+    async def cancel(self, job: Job) -> State | None:
+        """The state after the request; None when the record is gone."""
+        state: State | None = await self.call(calls.cancel(job, self._keys(job)))
+        return state
+
+    async def get(self, job_id: str) -> Job | None:
+        if home_of(job_id) != self.region:
+            return None
+        part = names.partition(job_id, self._settings.partitions)
+        job: Job | None = await self.call(calls.fetch(names.record(self.region, part, job_id)))
+        return job
+
+    async def list_jobs(self, tenant: str, limit: int, before: str | None = None) -> list[Job]:
+        """A tenant's jobs, newest first, older than the job `before`."""
+        parts = [names.partition_at(index) for index in range(self._settings.partitions)]
+        bound = await self._created_before(tenant, before) if before else "+inf"
+        pages = await asyncio.gather(
+            *(self.call(_newest(names.tenant_jobs(self.region, part, tenant), bound, limit + 1)) for part in parts)
+        )
+        found = sorted(((score, job_id) for page in pages for job_id, score in page), reverse=True)
+        ids = [job_id for score, job_id in found if before is None or (score, job_id) < (float(bound), before)]
+        jobs = await asyncio.gather(*(self.get(job_id) for job_id in ids[:limit]))
+        return [job for job in jobs if job]
+
+    def stream_key(self, job: Job) -> str:
+        return self._keys(job).stream
+
+    def live_keys(self) -> list[str]:
+        """The sorted sets of this region's jobs that have not ended."""
+        return [names.live(self.region, names.partition_at(index)) for index in range(self._settings.partitions)]
+
+    async def call(self, call: calls.Call) -> Any:
+        """Send one command in the next pipeline and read its reply."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, future))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_all())
+        try:
+            async with asyncio.timeout(self._settings.store_timeout_s):
+                reply = await future
+        except TimeoutError:
+            raise StoreUnavailable() from None
+        return call.parse(reply)
+
+    async def _send_all(self) -> None:
+        while self._waiting:
+            size = min(len(self._waiting), _MOST_IN_A_PIPELINE)
+            await self._send([self._waiting.popleft() for _ in range(size)])
+
+    async def _send(self, batch: list[tuple[calls.Call, asyncio.Future[Any]]]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for call, _ in batch:
+            pipeline.execute_command(*call.command)
+        try:
+            replies = await pipeline.execute(raise_on_error=False)
+        except connect.ERRORS as error:
+            replies = [error] * len(batch)
+        for (_, future), reply in zip(batch, replies, strict=True):
+            if future.done():
+                continue
+            if isinstance(reply, Exception):
+                future.set_exception(StoreUnavailable(f"The job store refused: {type(reply).__name__}"))
+            else:
+                future.set_result(reply)
+
+    def _keys(self, job: Job) -> calls.Keys:
+        return calls.keys(job, self._settings.partitions)
+
+    def _prepare(self) -> None:
+        client = connect.blocking(self._settings, self.region, timeout_s=self._settings.store_timeout_s)
+        with client:
+            connect.prepare(client, self._settings)
+
+    async def _created_before(self, tenant: str, job_id: str) -> str:
+        part = names.partition(job_id, self._settings.partitions)
+        score: float | None = await self.call(_score(names.tenant_jobs(self.region, part, tenant), job_id))
+        return f"{score or 0:.0f}"
+
+
+def _score(key: str, job_id: str) -> calls.Call:
+    return calls.Call(("ZSCORE", key, job_id), lambda reply: reply)
+
+
+def _newest(key: str, bound: str, limit: int) -> calls.Call:
+    command = ("ZREVRANGEBYSCORE", key, bound, "-inf", "WITHSCORES", "LIMIT", 0, limit)
+    return calls.Call(command, lambda reply: [(member.decode(), float(score)) for member, score in reply])

@@ -1,0 +1,195 @@
+"""A real Celery worker on the scripted model: a message in, a stream out, whatever happens to it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from brokers import entries, names, topology
+from brokers.chunk_reader import ChunkReader
+from brokers.job import Content, Control, Entry, Job, Lane, Sampling, State, TextSpec
+from brokers.models import Registry
+from brokers.publisher import Publisher
+from brokers.seal import Sealer
+from brokers.settings import Settings
+from brokers.store import Store
+from compose import commands, probes
+from compose.servers import Process
+from tests.integration.test_store import make_job
+from tests.platform import SCRIPTED_MODEL
+
+
+def worker_process(state: Path, settings: Settings, name: str) -> Process:
+    return Process(
+        name,
+        commands.worker(settings, [SCRIPTED_MODEL], name=name),
+        env=commands.environment(state / "lingbot.toml"),
+        log=state / "logs" / f"{name}.log",
+        pid_file=state / "run" / f"{name}.pid",
+    )
+
+
+def wait_until_it_consumes(process: Process, settings: Settings) -> None:
+    deadline = time.monotonic() + 30
+    while not probes.consumed(settings, names.queue(settings.region, SCRIPTED_MODEL, Lane.STANDARD)):
+        assert process.alive, process.tail(40)
+        assert time.monotonic() < deadline, process.tail(40)
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def worker(state: Path, settings: Settings) -> Iterator[Process]:
+    topology.declare(settings, [SCRIPTED_MODEL])
+    process = worker_process(state, settings, "w1")
+    process.spawn()
+    try:
+        wait_until_it_consumes(process, settings)
+        yield process
+    finally:
+        process.stop(grace_s=10)
+
+
+class Client:
+    """Submits and reads as the API does, without HTTP."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = Store(settings)
+        self.publisher = Publisher(settings)
+        self.reader = ChunkReader(settings)
+        self.sealer = Sealer(settings)
+        self.model = Registry(settings.models_dir).get(SCRIPTED_MODEL)
+
+    async def submit(self, prompt: str, sampling: Sampling, *, lives_s: float = 60.0) -> Job:
+        ids = self.model.encode(prompt)
+        job = msgspec.structs.replace(
+            make_job(self.settings, lives_s=lives_s), model=SCRIPTED_MODEL, prompt_tokens=len(ids)
+        )
+        sealed = self.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=sampling))
+        await self.store.create(job, sealed)
+        await self.publisher.publish(job, sealed)
+        await self.store.queued(job)
+        return job
+
+    async def read(self, job: Job, after: int = 0) -> list[Entry]:
+        async with asyncio.timeout(30):
+            return [entry async for entry in self.reader.tail(job, after)]
+
+
+@pytest.fixture
+async def client(settings: Settings, worker: Process) -> AsyncIterator[Client]:
+    client = Client(settings)
+    await client.store.open()
+    await client.publisher.open()
+    await client.reader.open()
+    yield client
+    await client.reader.close()
+    await client.publisher.close()
+    await client.store.close()
+
+
+def text_of(found: list[Entry]) -> str:
+    return "".join(entry.text for entry in found if isinstance(entry, Content))
+
+
+def end_of(found: list[Entry]) -> dict[str, object]:
+    assert isinstance(found[-1], Control)
+    return found[-1].data
+
+
+async def test_a_prompt_becomes_a_whole_stream(client: Client) -> None:
+    job = await client.submit("hello", Sampling(max_tokens=50, seed=1, ignore_eos=True))
+    found = await client.read(job)
+    end = end_of(found)
+    assert end["status"] == "succeeded"
+    assert end["finish_reason"] == "length"
+    assert end["usage"] == {"prompt_tokens": job.prompt_tokens, "completion_tokens": 50}
+    digest = entries.Digest()
+    digest.update(text_of(found))
+    assert end["digest"] == digest.hex()
+
+
+async def test_the_same_request_gives_the_same_text(client: Client) -> None:
+    sampling = Sampling(max_tokens=40, seed=7, ignore_eos=True)
+    jobs = [await client.submit("again", sampling) for _ in range(20)]
+    texts = {text_of(found) for found in await asyncio.gather(*map(client.read, jobs))}
+    assert len(texts) == 1
+
+
+async def test_a_cancel_frees_the_engine_within_a_second(client: Client) -> None:
+    job = await client.submit("long !slow@5", Sampling(max_tokens=8000, ignore_eos=True))
+    tail = client.reader.tail(job)
+    async for entry in tail:
+        if isinstance(entry, Content):
+            break
+    began = time.monotonic()
+    await client.store.cancel(job)
+    async for entry in tail:
+        last = entry
+    assert time.monotonic() - began < 1.0
+    assert isinstance(last, Control)
+    assert last.data["status"] == "cancelled"
+
+
+async def test_a_deadline_holds_in_the_engine(client: Client) -> None:
+    job = await client.submit("long !slow@5", Sampling(max_tokens=8000, ignore_eos=True), lives_s=1.0)
+    end = end_of(await client.read(job))
+    assert end["status"] == "expired"
+
+
+async def test_a_message_delivered_twice_runs_once(client: Client) -> None:
+    ids = client.model.encode("twice")
+    job = msgspec.structs.replace(make_job(client.settings), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+    sealed = client.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=30, ignore_eos=True)))
+    await client.store.create(job, sealed)
+    await asyncio.gather(*(client.publisher.publish(job, sealed) for _ in range(5)))
+    found = await client.read(job)
+    assert end_of(found)["usage"] == {"prompt_tokens": job.prompt_tokens, "completion_tokens": 30}
+    record = await client.store.get(job.id)
+    assert record
+    assert record.attempt == 1
+
+
+async def test_a_job_that_no_message_tells_of_is_published_by_the_reconciler(client: Client) -> None:
+    from brokers.reconciler import Reconciler
+
+    fast = client.settings.model_copy(update={"accepted_grace_s": 0.05})
+    store = Store(fast)
+    ids = client.model.encode("forgotten")
+    job = msgspec.structs.replace(make_job(fast), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+    await store.create(job, client.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=3))))
+    await asyncio.sleep(0.1)
+    reconciler = Reconciler(fast)
+    await reconciler.open()
+    await reconciler.sweep()
+    assert end_of(await client.read(job))["status"] == "succeeded"
+    record = await store.get(job.id)
+    assert record
+    assert (record.gen, record.state) == (2, State.SUCCEEDED)
+
+
+async def test_a_killed_worker_is_continued_by_another_without_a_seam(
+    client: Client, worker: Process, state: Path
+) -> None:
+    sampling = Sampling(max_tokens=1200, seed=3, ignore_eos=True)
+    jobs = [await client.submit(f"prompt {n} !slow@1", sampling) for n in range(6)]
+    reference = [text_of(await client.read(job)) for job in jobs]
+    second = worker_process(state, client.settings, "w2")
+    second.spawn()
+    await asyncio.sleep(4)
+    again = [await client.submit(f"prompt {n} !slow@1", sampling) for n in range(6)]
+    readings = [asyncio.create_task(client.read(job)) for job in again]
+    await asyncio.sleep(0.15)
+    worker.kill()
+    try:
+        texts = [text_of(found) for found in await asyncio.gather(*readings)]
+    finally:
+        worker.spawn()
+        wait_until_it_consumes(worker, client.settings)
+        second.stop(grace_s=10)
+    assert texts == reference

@@ -1,0 +1,64 @@
+"""What a worker says of itself, each second, to its own region: for `lingbot status`, readiness and routing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import msgspec
+
+from brokers import connect, names
+from workers.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+
+
+class Heartbeat(threading.Thread):
+    def __init__(self, runtime: Runtime, pid: int) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._runtime = runtime
+        self._pid = pid
+        self._stopped = threading.Event()
+        settings = runtime.settings
+        self._key = names.workers(settings.region)
+        self._client = connect.blocking(settings, settings.region, timeout_s=settings.store_timeout_s)
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._client.hset(self._key, self._runtime.name, msgspec.json.encode(self._report()))  # type: ignore[arg-type]
+            except connect.ERRORS as error:
+                log.debug("heartbeat: %s", type(error).__name__)
+            self._stopped.wait(_EVERY_S)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(timeout=2)
+        try:
+            self._client.hdel(self._key, self._runtime.name)
+        except connect.ERRORS:
+            pass  # readers drop what is old
+        self._client.close()
+
+    def _report(self) -> dict[str, object]:
+        engines = {model: engine for model, engine in self._runtime.engines.items()}
+        return {
+            "name": self._runtime.name,
+            "pid": self._pid,
+            "region": self._runtime.settings.region,
+            "state": self._state(),
+            "at_ms": int(time.time() * 1000),
+            "device": self._runtime.settings.device,
+            "engines": {
+                model: {"alive": engine.alive, "restarts": engine.restarts, "stats": engine.stats()}
+                for model, engine in engines.items()
+            },
+        }
+
+    def _state(self) -> str:
+        if self._runtime.draining.is_set():
+            return "draining"
+        return "ready" if all(engine.alive for engine in self._runtime.engines.values()) else "engine_down"

@@ -1,0 +1,104 @@
+"""Start and drain of a worker: engines are loaded before the first message, and jobs end before the process does.
+
+Celery's warm shutdown stops its event loop first, so heartbeats starve and the broker delivers the running jobs
+again. Here SIGTERM stops the consuming and leaves the loop running; when the last job has ended, or at the drain
+deadline been handed back, Celery's own shutdown finds nothing left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from celery import bootsteps
+from celery.worker import state
+
+from brokers import names
+from brokers.job import Lane
+from brokers.settings import Settings, load
+from workers import runtime
+from workers.heartbeat import Heartbeat
+
+log = logging.getLogger(__name__)
+
+_HAND_BACK_S = 10.0  # at most, for engines to let go and the store to hear of it
+
+
+class EngineStep(bootsteps.StartStopStep):
+    """Owns the Runtime of this worker."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, worker: Any, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._worker = worker
+        self._runtime: runtime.Runtime | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._drain: threading.Thread | None = None
+
+    def start(self, worker: Any) -> None:
+        settings = load()
+        consumed = set(worker.app.amqp.queues.consume_from)
+        self._runtime = runtime.Runtime(settings, worker.hostname, served_models(settings, consumed))
+        self._runtime.start()
+        runtime.install(self._runtime)
+        self._heartbeat = Heartbeat(self._runtime, os.getpid())
+        self._heartbeat.start()
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def stop(self, worker: Any) -> None:
+        if self._runtime is None:
+            return
+        self._runtime.draining.set()
+        if self._heartbeat:
+            self._heartbeat.stop()
+        self._runtime.stop()
+        runtime.install(None)
+
+    terminate = stop
+
+    def _on_signal(self, *_: Any) -> None:
+        if self._runtime is None:
+            return
+        if self._drain is not None:  # asked twice: do not wait for jobs
+            self._runtime.hand_back_all()
+            return
+        self._drain = threading.Thread(target=self._drain_and_stop, name="drain", daemon=True)
+        # The consumer belongs to the event loop's thread, which this handler interrupts.
+        self._worker.consumer.hub.call_soon(self._stop_consuming)
+        self._drain.start()
+
+    def _stop_consuming(self) -> None:
+        consumer = self._worker.consumer
+        log.warning("draining: no new jobs; %d are running", self._runtime.running() if self._runtime else 0)
+        if consumer.task_consumer:
+            consumer.task_consumer.cancel()
+
+    def _drain_and_stop(self) -> None:
+        assert self._runtime is not None
+        self._runtime.draining.set()
+        deadline = time.monotonic() + self._runtime.settings.drain_s
+        while _busy() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._runtime.hand_back_all()
+        deadline = time.monotonic() + _HAND_BACK_S
+        while _busy() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        state.should_stop = 0
+
+
+def served_models(settings: Settings, queues: set[str]) -> list[str]:
+    """The models whose queues of this region a worker consumes."""
+    from brokers.models import Registry
+
+    models = [model.card.name for model in Registry(settings.models_dir).all()]
+    return [m for m in models if any(names.queue(settings.region, m, lane) in queues for lane in Lane)]
+
+
+def _busy() -> bool:
+    return bool(state.reserved_requests or state.active_requests)

@@ -1,0 +1,200 @@
+"""One job's message, from delivery to acknowledgement.
+
+    adopt or claim -> read what is out already -> submit -> wait -> the end is in the store -> acknowledge
+
+A message is acknowledged when its job has ended, belongs to somebody else, or is of an older publish generation. It
+goes back to the queue only when this worker gives the job up in order, and never in a loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from redis import Redis
+
+from brokers import calls, connect, entries
+from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream
+from brokers.envelope import Envelope
+from brokers.errors import SealBroken, UnknownSealKey
+from brokers.job import Content, Failure, FinishReason, Job, Lane, State, TextSpec
+from brokers.seal import first_generation
+from workers.engine.protocol import Request, SamplingParams
+from workers.engines import Intent, ModelEngine, Run
+from workers.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+_STORE_RETRY_S = 1.0
+_BUSY_S = 0.5  # how often a claimer looks whether the owner is still there
+_PRIORITY = {Lane.INTERACTIVE: 0, Lane.STANDARD: 1, Lane.BATCH: 2}
+
+
+class HandedBackError(Exception):
+    """The job is to be run by another worker: the message goes back to its queue."""
+
+
+class JobFailedError(Exception):
+    """The job ended failed; the store and the stream say why."""
+
+
+class Runner:
+    """Runs jobs in one worker process."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def run(self, envelope: Envelope) -> str:
+        """Run a message's job to its end; the state it ended in, or why there was nothing to do.
+
+        Raises HandedBackError when the worker drains, JobFailedError when the job ended failed.
+        """
+        if found := self._runtime.find(envelope.job):
+            return self._wait(*found)  # delivered again after a lost connection: adopted, nothing starts anew
+        job = envelope.to_job()
+        writer = self._runtime.writer(job.home)
+        token = secrets.token_hex(8)
+        claimed = self._claim(job, writer, token)
+        if not isinstance(claimed, calls.Claimed):
+            return _nothing_to_do(claimed)
+        stream = OwnedStream(job, calls.keys(job, self._runtime.settings.partitions), token)
+        return self._generate(stream, writer, claimed)
+
+    # --- claiming ---------------------------------------------------------------------------------------------
+
+    def _claim(self, job: Job, writer: ChunkWriter, token: str) -> calls.Claim:
+        """Ask until the job is ours, over, or not ours to run. A store that is away is waited for."""
+        settings = self._runtime.settings
+        keys = calls.keys(job, settings.partitions)
+        call = calls.claim(job, keys, worker=self._runtime.name, token=token, lease_ms=settings.lease_ms)
+        while True:
+            if self._runtime.draining.is_set():
+                raise HandedBackError
+            try:
+                claim: calls.Claim = call.parse(writer.client.execute_command(*call.command))
+            except connect.ERRORS as error:
+                log.warning("claim of %s: store away (%s)", job.id, type(error).__name__)
+                time.sleep(_STORE_RETRY_S)
+                continue
+            if not isinstance(claim, calls.Busy):
+                return claim
+            time.sleep(min(claim.left_ms / 1000 + 0.01, _BUSY_S))
+
+    # --- generating -------------------------------------------------------------------------------------------
+
+    def _generate(self, stream: OwnedStream, writer: ChunkWriter, claimed: calls.Claimed) -> str:
+        writer.add(stream)  # its lease is renewed from here on
+        engine = self._runtime.engines.get(stream.job.model)
+        refusal = None if engine else Failure("unknown_model", "This worker does not serve the job's model.")
+        request = None
+        if engine:
+            request, refusal = self._prepare(stream, writer.client, claimed)
+        if engine is None or request is None:
+            writer.push([(stream, (), (), Outcome(State.FAILED, FinishReason.ERROR, refusal))])
+            stream.settled.wait()
+            return self._report(stream)
+        run = Run(stream, writer, request)
+        engine.submit(run)
+        return self._wait(engine, run)
+
+    def _prepare(
+        self, stream: OwnedStream, client: Redis, claimed: calls.Claimed
+    ) -> tuple[Request | None, Failure | None]:
+        job = stream.job
+        try:
+            spec = self._runtime.sealer.open(first_generation(job), claimed.sealed)
+            _restore(stream, client, claimed.pos)
+        except (SealBroken, UnknownSealKey) as error:
+            log.error("job %s: %s", job.id, error.message)
+            return None, Failure(error.code, "The job's sealed request cannot be opened.")
+        except LostContentError:
+            return None, Failure("stream_lost", "Text that was delivered is no longer in the store.")
+        return _request(job, spec), None
+
+    def _wait(self, engine: ModelEngine, run: Run) -> str:
+        """Until the run has ended in the store, or is no longer ours."""
+        stream = run.stream
+        while not stream.settled.wait(0.25):
+            if run.out_of_engine.is_set() and run.intent is Intent.HAND_BACK and stream.outcome is None:
+                self._release(run)
+        if stream.lost:
+            engine.take_out(run, Intent.DROP)
+            run.out_of_engine.wait(timeout=5)
+        if run.intent is Intent.HAND_BACK and stream.outcome is None and not stream.lost:
+            raise HandedBackError
+        return self._report(stream)
+
+    def _release(self, run: Run) -> None:
+        stream, writer = run.stream, run.writer
+        if stream.durable < len(stream.token_ids):
+            return  # the writer is at it; what it cannot write in time another worker generates again
+        writer.remove(stream)
+        call = calls.release(stream.job, stream.keys, stream.token, self._runtime.settings)
+        try:
+            writer.client.execute_command(*call.command)
+        except connect.ERRORS as error:
+            log.warning("release of %s: %s; its lease will run out", stream.job.id, type(error).__name__)
+
+    def _report(self, stream: OwnedStream) -> str:
+        if stream.lost:
+            return "fenced" if isinstance(stream.lost, calls.Fenced) else "gone"
+        outcome = stream.outcome
+        assert outcome is not None  # settled and not lost
+        if outcome.state is State.FAILED:
+            raise JobFailedError(outcome.failure.code if outcome.failure else "engine_failed")
+        return outcome.state.value
+
+
+class LostContentError(Exception):
+    """The stream does not hold what the record says was delivered."""
+
+
+def _restore(stream: OwnedStream, client: Redis, pos: int) -> None:
+    """Take up what earlier owners delivered."""
+    if pos == 0:
+        return
+    token_ids: list[int] = []
+    pieces: list[str] = []
+    for entry_id, raw in client.xrange(stream.keys.stream):
+        entry = entries.parse(entry_id, raw)
+        if isinstance(entry, Content) and entry.start == len(token_ids):
+            token_ids += entry.token_ids
+            pieces += _pieces(entry)
+    if len(token_ids) != pos:
+        raise LostContentError
+    stream.restore(token_ids, pieces)
+
+
+def _pieces(entry: Content) -> list[str]:
+    starts = (0, *entry.offsets[:-1])
+    return [entry.text[start:end] for start, end in zip(starts, entry.offsets, strict=True)]
+
+
+def _request(job: Job, spec: TextSpec) -> Request:
+    s = spec.sampling
+    sampling = SamplingParams(
+        max_tokens=s.max_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        seed=s.seed,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        stop=s.stop,
+        ignore_eos=s.ignore_eos,
+    )
+    return Request(
+        seq=job.id,
+        prompt=spec.prompt_ids,
+        sampling=sampling,
+        choice=spec.choice,
+        priority=_PRIORITY[job.lane],
+        deadline=job.deadline_ms / 1000,
+    )
+
+
+def _nothing_to_do(claim: calls.Claim) -> str:
+    return claim.state.value if isinstance(claim, calls.Ended) else type(claim).__name__.lower()

@@ -1,0 +1,113 @@
+"""What one worker process holds: its engines, the writers to every home, its name, whether it drains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from brokers import connect, names
+from brokers.chunk_writer import ChunkWriter, OwnedStream
+from brokers.models import Registry
+from brokers.seal import Sealer
+from brokers.settings import Settings
+from workers.engines import Intent, ModelEngine, Run
+
+log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """Made when the worker starts, before it consumes; `current()` finds it from a task."""
+
+    def __init__(self, settings: Settings, name: str, models: list[str]) -> None:
+        self.settings = settings
+        self.name = name
+        self.sealer = Sealer(settings)
+        self.draining = threading.Event()
+        registry = Registry(settings.models_dir)
+        self.engines = {model: ModelEngine(model, registry.get(model).folder, settings) for model in models}
+        self.cards = {model: registry.get(model).card for model in models}
+        self._writers: dict[str, ChunkWriter] = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Check the store, then load every model. Raises what they raise."""
+        with connect.blocking(self.settings, self.settings.region, timeout_s=5.0) as client:
+            connect.prepare(client, self.settings)
+        for engine in self.engines.values():
+            engine.start()
+
+    def stop(self) -> None:
+        for engine in self.engines.values():
+            engine.stop()
+        for writer in self._writers.values():
+            writer.close()
+
+    def writer(self, home: str) -> ChunkWriter:
+        """The writer to a home's store, opened at first use."""
+        with self._lock:
+            if home not in self._writers:
+                self._writers[home] = ChunkWriter(self.settings, home, self._cancel_asked)
+                _Hints(self, home).start()
+            return self._writers[home]
+
+    def find(self, job_id: str) -> tuple[ModelEngine, Run] | None:
+        for engine in self.engines.values():
+            if run := engine.find(job_id):
+                return engine, run
+        return None
+
+    def cancel(self, job_id: str) -> None:
+        self._take_out(job_id, Intent.CANCEL)
+
+    def hand_back_all(self) -> None:
+        """Give up every run; other workers go on with them in mid-stream."""
+        for engine in self.engines.values():
+            for run in engine.runs():
+                engine.take_out(run, Intent.HAND_BACK)
+
+    def running(self) -> int:
+        return sum(len(engine.runs()) for engine in self.engines.values())
+
+    def _cancel_asked(self, stream: OwnedStream) -> None:
+        self.cancel(stream.job.id)
+
+    def _take_out(self, job_id: str, intent: Intent) -> None:
+        if found := self.find(job_id):
+            engine, run = found
+            engine.take_out(run, intent)
+
+
+class _Hints(threading.Thread):
+    """Hears of cancels at once. A hint that is lost costs a renewal's time: the flag in the record is what counts."""
+
+    def __init__(self, runtime: Runtime, home: str) -> None:
+        super().__init__(name=f"hints-{home}", daemon=True)
+        self._runtime = runtime
+        self._home = home
+
+    def run(self) -> None:
+        while not self._runtime.draining.is_set():
+            try:
+                self._listen()
+            except connect.ERRORS as error:
+                log.debug("hints of %s: %s", self._home, type(error).__name__)
+                self._runtime.draining.wait(1.0)
+
+    def _listen(self) -> None:
+        client = connect.blocking(self._runtime.settings, self._home, timeout_s=None)
+        with client, client.pubsub(ignore_subscribe_messages=True) as heard:
+            heard.subscribe(names.hints(self._home))
+            for message in heard.listen():
+                self._runtime.cancel(message["data"].decode())
+
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    return _current
+
+
+def install(runtime: Runtime | None) -> None:
+    global _current
+    _current = runtime
