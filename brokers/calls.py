@@ -87,7 +87,7 @@ class Keys(NamedTuple):
     record: str
     stream: str
     live: str
-    index: str
+    by_tenant: str
 
 
 def library() -> str:
@@ -171,6 +171,11 @@ _FIELDS = (
 def fetch(record: str) -> Call:
     """The record without what is sealed."""
     return Call(("HMGET", record, *_FIELDS), _job)
+
+
+def entries_of(k: Keys) -> Call:
+    """All entries of a stream, each with its fields."""
+    return Call(("XRANGE", k.stream, "-", "+"), lambda reply: reply)
 
 
 def _fcall(verb: str, k: tuple[str, ...], *args: Any) -> tuple[Any, ...]:

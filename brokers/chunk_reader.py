@@ -155,7 +155,7 @@ class ChunkReader:
     async def _xread(self, asked: dict[str, list[_Tail]]) -> dict[bytes, list[Any]]:
         # Readers of one stream at different places share a read from the earliest of them.
         from_ids = {key: min((t.last_id for t in tails), key=_order) for key, tails in asked.items()}
-        reply = await self._reader.execute_command(
+        reply = await self._reader.execute_command(  # type: ignore[no-untyped-call]
             *("XREAD", "COUNT", _ENTRIES_EACH, "BLOCK", _BLOCK_MS, "STREAMS", self._wake_key, *from_ids),
             *(self._wake_id, *from_ids.values()),
         )

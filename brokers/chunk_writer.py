@@ -202,7 +202,7 @@ class ChunkWriter:
     def _send(self, due: list[calls.Call]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for call in due:
-            pipeline.execute_command(*call.command)
+            pipeline.execute_command(*call.command)  # type: ignore[no-untyped-call]
         return list(pipeline.execute(raise_on_error=False))
 
     def _settle(self, work: list[_Write], replies: list[Any]) -> None:

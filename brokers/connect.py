@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 import redis.asyncio as aredis
 from redis.backoff import NoBackoff
@@ -37,11 +39,16 @@ def blocking(settings: Settings, region: str, *, timeout_s: float | None = None)
     )
 
 
+def send(client: redis.Redis, call: calls.Call) -> Any:
+    """One call over a blocking client, and its parsed reply."""
+    return call.parse(client.execute_command(*call.command))  # type: ignore[no-untyped-call]
+
+
 def prepare(client: redis.Redis, settings: Settings) -> None:
     """Load the function library and refuse a store that would lose jobs. Raises ConfigurationError."""
     try:
         policy = client.info("memory").get("maxmemory_policy", "noeviction")
-        client.execute_command("FUNCTION", "LOAD", "REPLACE", calls.library())
+        client.function_load(calls.library(), replace=True)
         fixed = _fix_partitions(client, settings)
     except ERRORS as error:
         raise StoreUnavailable(f"Redis cannot be prepared: {type(error).__name__}: {error}") from error
@@ -56,5 +63,5 @@ def prepare(client: redis.Redis, settings: Settings) -> None:
 
 def _fix_partitions(client: redis.Redis, settings: Settings) -> int:
     key = names.meta(settings.region)
-    client.hsetnx(key, "partitions", settings.partitions)  # type: ignore[arg-type]
+    client.hsetnx(key, "partitions", str(settings.partitions))
     return int(client.hget(key, "partitions"))  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def unpack(kwargs: dict[str, Any]) -> Envelope:
 def encode(envelope: Envelope) -> tuple[BasicProperties, bytes]:
     """Properties and body of the AMQP message. The task id is the job id, so Flower finds a job by its own name."""
     shown = f"{{'job': '{envelope.job}', 'gen': {envelope.gen}}}"
-    headers = {
+    headers: dict[str, Any] = {
         "lang": "py",
         "task": names.task(envelope.kind),
         "id": envelope.job,

@@ -47,11 +47,11 @@ def function(verb: str) -> str:
 @lru_cache(maxsize=8192)
 def partition(job_id: str, partitions: int) -> str:
     """`{pNN}`: a Redis Cluster hash tag, so that a job's keys share a slot and many jobs share one XREAD."""
-    return "{p%02d}" % (crc32(job_id.encode()) % partitions)
+    return partition_at(crc32(job_id.encode()) % partitions)
 
 
 def partition_at(index: int) -> str:
-    return "{p%02d}" % index
+    return f"{{p{index:02d}}}"
 
 
 def record(region: str, part: str, job_id: str) -> str:

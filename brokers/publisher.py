@@ -65,7 +65,7 @@ class Publisher:
             async with asyncio.timeout(self._settings.publish_timeout_s), self._window:
                 await self._send(job, properties, body)
         except TimeoutError:
-            raise BrokerUnavailable() from None
+            raise BrokerUnavailable from None
 
     async def ensure(self, models: list[str]) -> None:
         """Declare the queues of these models."""

@@ -61,13 +61,24 @@ class Reconciler:
         partitions = range(self._settings.partitions)
         due = await asyncio.gather(*(self._due(names.partition_at(index)) for index in partitions))
         jobs = [job_id for page in due for job_id in page]
-        done = [await self._reconcile(job_id) for job_id in jobs]
+        done = [await self._try(job_id) for job_id in jobs]
         return sum(done)
+
+    async def _try(self, job_id: str) -> bool:
+        """One job's trouble is its own; an outage ends the sweep."""
+        try:
+            return await self._reconcile(job_id)
+        except (StoreUnavailable, BrokerUnavailable):
+            raise
+        except LingbotError as error:
+            log.error("job %s: %s", job_id, error.message)
+            return False
 
     async def _open(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
-                return await self.open()
+                await self.open()
+                break
             except (StoreUnavailable, BrokerUnavailable) as error:
                 log.warning("waiting to start: %s", error.message)
                 await _pause(stop, 1.0)

@@ -49,7 +49,7 @@ class Sealer:
         try:
             plain = self._cipher(kid.decode(), job).decrypt(nonce, box, _bound(kid, job))
         except InvalidTag:
-            raise SealBroken() from None
+            raise SealBroken from None
         return _decoder.decode(plain)
 
     def reseal(self, job: Job, sealed: bytes, gen: int) -> bytes:
@@ -77,7 +77,7 @@ def _bound(kid: bytes, job: Job) -> bytes:
 
 def _split(sealed: bytes) -> tuple[bytes, bytes, bytes]:
     if len(sealed) < 2 + _NONCE or sealed[0] != _VERSION:
-        raise SealBroken()
+        raise SealBroken
     end = 2 + sealed[1]
     return sealed[2:end], sealed[end : end + _NONCE], sealed[end + _NONCE :]
 

@@ -92,7 +92,7 @@ class Store:
             async with asyncio.timeout(self._settings.store_timeout_s):
                 reply = await future
         except TimeoutError:
-            raise StoreUnavailable() from None
+            raise StoreUnavailable from None
         return call.parse(reply)
 
     async def _send_all(self) -> None:

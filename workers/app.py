@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from celery import Celery
-from kombu import Exchange, Queue
+from kombu.entity import Exchange, Queue
 
 from brokers import names, topology
 from brokers.job import Lane

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -107,7 +108,7 @@ class ModelEngine:
         by_writer: dict[ChunkWriter, list[tuple[OwnedStream, tuple[int, ...], tuple[str, ...], Outcome | None]]] = {}
         with self._lock:
             found = [(run, output) for output in outputs if (run := self._runs.get(output.seq))]
-            for run, output in found:
+            for _, output in found:
                 if output.finish:
                     del self._runs[output.seq]
         for run, output in found:
@@ -170,10 +171,8 @@ class ModelEngine:
             self._tell(lambda: self._host.abort(run.request.seq))
 
     def _tell(self, say: Callable[[], None]) -> None:
-        try:
+        with suppress(EngineGone):  # the restart sends every run again, and takes out those that are to go
             say()
-        except EngineGone:
-            pass  # the restart sends every run again, and takes out those that are to go
 
 
 def _outcome(output: Output, intent: Intent | None) -> Outcome | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -29,7 +30,7 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._client.hset(self._key, self._runtime.name, msgspec.json.encode(self._report()))  # type: ignore[arg-type]
+                self._client.hset(self._key, self._runtime.name, msgspec.json.encode(self._report()))
             except connect.ERRORS as error:
                 log.debug("heartbeat: %s", type(error).__name__)
             self._stopped.wait(_EVERY_S)
@@ -37,14 +38,11 @@ class Heartbeat(threading.Thread):
     def stop(self) -> None:
         self._stopped.set()
         self.join(timeout=2)
-        try:
+        with suppress(*connect.ERRORS):  # readers drop what is old
             self._client.hdel(self._key, self._runtime.name)
-        except connect.ERRORS:
-            pass  # readers drop what is old
         self._client.close()
 
     def _report(self) -> dict[str, object]:
-        engines = {model: engine for model, engine in self._runtime.engines.items()}
         return {
             "name": self._runtime.name,
             "pid": self._pid,
@@ -54,7 +52,7 @@ class Heartbeat(threading.Thread):
             "device": self._runtime.settings.device,
             "engines": {
                 model: {"alive": engine.alive, "restarts": engine.restarts, "stats": engine.stats()}
-                for model, engine in engines.items()
+                for model, engine in self._runtime.engines.items()
             },
         }
 

@@ -19,6 +19,7 @@ from celery.worker import state
 
 from brokers import names
 from brokers.job import Lane
+from brokers.models import Registry
 from brokers.settings import Settings, load
 from workers import runtime
 from workers.heartbeat import Heartbeat
@@ -68,7 +69,7 @@ class EngineStep(bootsteps.StartStopStep):
         if self._drain is not None:  # asked twice: do not wait for jobs
             self._runtime.hand_back_all()
             return
-        self._drain = threading.Thread(target=self._drain_and_stop, name="drain", daemon=True)
+        self._drain = threading.Thread(target=self._drain_and_stop, args=(self._runtime,), name="drain", daemon=True)
         # The consumer belongs to the event loop's thread, which this handler interrupts.
         self._worker.consumer.hub.call_soon(self._stop_consuming)
         self._drain.start()
@@ -79,26 +80,21 @@ class EngineStep(bootsteps.StartStopStep):
         if consumer.task_consumer:
             consumer.task_consumer.cancel()
 
-    def _drain_and_stop(self) -> None:
-        assert self._runtime is not None
-        self._runtime.draining.set()
-        deadline = time.monotonic() + self._runtime.settings.drain_s
-        while _busy() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        self._runtime.hand_back_all()
-        deadline = time.monotonic() + _HAND_BACK_S
-        while _busy() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def _drain_and_stop(self, running: runtime.Runtime) -> None:
+        running.draining.set()
+        _until_idle(running.settings.drain_s)
+        running.hand_back_all()
+        _until_idle(_HAND_BACK_S)
         state.should_stop = 0
 
 
 def served_models(settings: Settings, queues: set[str]) -> list[str]:
     """The models whose queues of this region a worker consumes."""
-    from brokers.models import Registry
-
     models = [model.card.name for model in Registry(settings.models_dir).all()]
     return [m for m in models if any(names.queue(settings.region, m, lane) in queues for lane in Lane)]
 
 
-def _busy() -> bool:
-    return bool(state.reserved_requests or state.active_requests)
+def _until_idle(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (state.reserved_requests or state.active_requests) and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -72,7 +72,7 @@ class Runner:
             if self._runtime.draining.is_set():
                 raise HandedBackError
             try:
-                claim: calls.Claim = call.parse(writer.client.execute_command(*call.command))
+                claim: calls.Claim = connect.send(writer.client, call)
             except connect.ERRORS as error:
                 log.warning("claim of %s: store away (%s)", job.id, type(error).__name__)
                 time.sleep(_STORE_RETRY_S)
@@ -121,8 +121,6 @@ class Runner:
         if stream.lost:
             engine.take_out(run, Intent.DROP)
             run.out_of_engine.wait(timeout=5)
-        if run.intent is Intent.HAND_BACK and stream.outcome is None and not stream.lost:
-            raise HandedBackError
         return self._report(stream)
 
     def _release(self, run: Run) -> None:
@@ -132,18 +130,18 @@ class Runner:
         writer.remove(stream)
         call = calls.release(stream.job, stream.keys, stream.token, self._runtime.settings)
         try:
-            writer.client.execute_command(*call.command)
+            connect.send(writer.client, call)
         except connect.ERRORS as error:
             log.warning("release of %s: %s; its lease will run out", stream.job.id, type(error).__name__)
 
     def _report(self, stream: OwnedStream) -> str:
         if stream.lost:
             return "fenced" if isinstance(stream.lost, calls.Fenced) else "gone"
-        outcome = stream.outcome
-        assert outcome is not None  # settled and not lost
-        if outcome.state is State.FAILED:
-            raise JobFailedError(outcome.failure.code if outcome.failure else "engine_failed")
-        return outcome.state.value
+        if stream.outcome is None:  # handed back while this thread waited for somebody else's run
+            raise HandedBackError
+        if stream.outcome.state is State.FAILED:
+            raise JobFailedError(stream.outcome.failure.code if stream.outcome.failure else "engine_failed")
+        return stream.outcome.state.value
 
 
 class LostContentError(Exception):
@@ -156,7 +154,7 @@ def _restore(stream: OwnedStream, client: Redis, pos: int) -> None:
         return
     token_ids: list[int] = []
     pieces: list[str] = []
-    for entry_id, raw in client.xrange(stream.keys.stream):
+    for entry_id, raw in connect.send(client, calls.entries_of(stream.keys)):
         entry = entries.parse(entry_id, raw)
         if isinstance(entry, Content) and entry.start == len(token_ids):
             token_ids += entry.token_ids

@@ -95,19 +95,19 @@ class _Hints(threading.Thread):
 
     def _listen(self) -> None:
         client = connect.blocking(self._runtime.settings, self._home, timeout_s=None)
-        with client, client.pubsub(ignore_subscribe_messages=True) as heard:
+        with client, client.pubsub(ignore_subscribe_messages=True) as heard:  # type: ignore[no-untyped-call]
             heard.subscribe(names.hints(self._home))
             for message in heard.listen():
                 self._runtime.cancel(message["data"].decode())
 
 
-_current: Runtime | None = None
+_installed: list[Runtime] = []  # one at most
 
 
 def current() -> Runtime | None:
-    return _current
+    """This process's runtime; None when it is no worker, or not started."""
+    return _installed[0] if _installed else None
 
 
 def install(runtime: Runtime | None) -> None:
-    global _current
-    _current = runtime
+    _installed[:] = [runtime] if runtime else []

@@ -11,7 +11,7 @@ import pytest
 
 from brokers import management, names, topology
 from brokers.errors import BrokerUnavailable, ConfigurationError, QueueFull, Unroutable
-from brokers.job import Lane
+from brokers.job import Job, Lane
 from brokers.publisher import Publisher
 from brokers.settings import Settings
 from compose.servers import RabbitMQ
@@ -34,6 +34,11 @@ async def depth_reaches(settings: Settings, queue: str, wanted: int) -> bool:
     return False
 
 
+async def publish_until_refused(publisher: Publisher, job: Job, most: int) -> None:
+    for _ in range(most):
+        await publisher.publish(job, b"")
+
+
 async def test_confirmed_messages_are_in_their_lanes_queue(publisher: Publisher, settings: Settings) -> None:
     await publisher.ensure(["confirmed"])
     jobs = [msgspec.structs.replace(make_job(settings), model="confirmed") for _ in range(300)]
@@ -51,9 +56,8 @@ async def test_a_full_queue_says_so_and_its_neighbours_get_theirs(publisher: Pub
     await asyncio.to_thread(topology.declare, small, ["full"])
     await publisher.ensure(["roomy"])
     full, roomy = (msgspec.structs.replace(make_job(settings), model=model) for model in ("full", "roomy"))
-    with pytest.raises(QueueFull):  # quorum queues notice their length with a short delay
-        for _ in range(500):
-            await publisher.publish(full, b"")
+    with pytest.raises(QueueFull):
+        await publish_until_refused(publisher, full, 500)  # quorum queues notice their length with a short delay
     await publisher.publish(roomy, b"")
 
 
@@ -91,9 +95,8 @@ async def test_a_memory_alarm_fails_publishes_at_once_and_clears(
     job = msgspec.structs.replace(make_job(settings), model="alarmed")
     await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0")
     try:
-        with pytest.raises(BrokerUnavailable):  # the broker tells of its alarm at the next publish
-            for _ in range(50):
-                await publisher.publish(job, b"")
+        with pytest.raises(BrokerUnavailable):
+            await publish_until_refused(publisher, job, 50)  # the broker tells of its alarm at the next publish
         began = time.monotonic()
         with pytest.raises(BrokerUnavailable):
             await publisher.publish(job, b"")

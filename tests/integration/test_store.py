@@ -46,33 +46,33 @@ class Writer:
         self.job = job
         self.keys = calls.keys(job, settings.partitions)
 
-    def claim(self, token: str = "one", worker: str = "w1", lease_ms: int = LEASE_MS, gen: int = 1) -> calls.Claim:
+    def claim(self, token: str = "one", worker: str = "w1", lease_ms: int = LEASE_MS, gen: int = 1) -> Any:
         job = msgspec.structs.replace(self.job, gen=gen)
         return self._call(calls.claim(job, self.keys, worker=worker, token=token, lease_ms=lease_ms))
 
-    def append(self, start: int, text: str, token: str = "one") -> calls.Written:
+    def append(self, start: int, text: str, token: str = "one") -> Any:
         pieces = list(text)
         ids = [ord(char) for char in pieces]
         fields = entries.fields(ids, pieces, "d" * 16)
         return self._call(calls.append(self.keys, token, LEASE_MS, start, start + len(pieces), fields))
 
-    def finish(self, pos: int, token: str = "one") -> calls.Written:
+    def finish(self, pos: int, token: str = "one") -> Any:
         return self._call(calls.finish(self.keys, token, pos, State.SUCCEEDED, FinishReason.STOP, 3, None))
 
-    def renew(self, token: str = "one") -> calls.Written:
+    def renew(self, token: str = "one") -> Any:
         return self._call(calls.renew(self.keys, token, LEASE_MS))
 
-    def release(self, token: str = "one") -> calls.Written:
+    def release(self, token: str = "one") -> Any:
         return self._call(calls.release(self.job, self.keys, token, self._settings))
 
     def reconcile(self, *, assume_lost: bool = False) -> Any:
         return self._call(calls.reconcile(self.job.id, self.keys, self._settings, assume_lost=assume_lost))
 
     def stream(self) -> list[Any]:
-        return [entries.parse(entry_id, raw) for entry_id, raw in self._client.xrange(self.keys.stream)]
+        return [entries.parse(entry_id, raw) for entry_id, raw in self._call(calls.entries_of(self.keys))]
 
     def _call(self, call: calls.Call) -> Any:
-        return call.parse(self._client.execute_command(*call.command))
+        return connect.send(self._client, call)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Writing:
     def own(self, job: Job, token: str = "one") -> OwnedStream:
         keys = calls.keys(job, self.settings.partitions)
         call = calls.claim(job, keys, worker="w", token=token, lease_ms=self.settings.lease_ms)
-        claimed = call.parse(self.writer.client.execute_command(*call.command))
+        claimed = connect.send(self.writer.client, call)
         assert isinstance(claimed, calls.Claimed)
         stream = OwnedStream(job, keys, token)
         self.writer.add(stream)
