@@ -8,8 +8,6 @@ and Flower show, name the job and nothing more.
 from __future__ import annotations
 
 import base64
-import socket
-from os import getpid
 from typing import Any
 
 import msgspec
@@ -18,7 +16,6 @@ from pika import BasicProperties
 from brokers import names
 from brokers.job import Job, Kind, Lane, State
 
-_ORIGIN = f"{getpid()}@{socket.gethostname()}"
 _PERSISTENT = 2
 
 
@@ -85,25 +82,15 @@ def unpack(kwargs: dict[str, Any]) -> Envelope:
 
 def encode(envelope: Envelope) -> tuple[BasicProperties, bytes]:
     """Properties and body of the AMQP message. The task id is the job id, so Flower finds a job by its own name."""
-    shown = f"{{'job': '{envelope.job}', 'gen': {envelope.gen}}}"
+    # What protocol 2 needs and no more: each header costs a microsecond to encode, and what is absent is None.
     headers: dict[str, Any] = {
         "lang": "py",
         "task": names.task(envelope.kind),
         "id": envelope.job,
         "root_id": envelope.job,
-        "parent_id": None,
-        "group": None,
-        "shadow": None,
-        "eta": None,
-        "expires": None,
-        "retries": 0,
-        "timelimit": [None, None],
         "argsrepr": "()",
-        "kwargsrepr": shown,
-        "origin": _ORIGIN,
+        "kwargsrepr": f"{{'job': '{envelope.job}', 'gen': {envelope.gen}}}",
         "ignore_result": True,
-        "stamped_headers": None,
-        "stamps": {},
     }
     properties = BasicProperties(
         content_type="application/json",
@@ -112,7 +99,6 @@ def encode(envelope: Envelope) -> tuple[BasicProperties, bytes]:
         delivery_mode=_PERSISTENT,
         correlation_id=envelope.job,
         message_id=envelope.job,
-        priority=0,
     )
     embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
     return properties, msgspec.json.encode([[], envelope, embed])

@@ -7,15 +7,12 @@ hundreds of commands in one round trip and an idle one sends each at once.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Any
 
-from brokers import calls, connect, names
+from brokers import calls, connect, names, pipeline
 from brokers.errors import StoreUnavailable
 from brokers.job import Job, State, home_of
 from brokers.settings import Settings
-
-_MOST_IN_A_PIPELINE = 256  # larger ones only add to the latency of what is in them
 
 
 class Store:
@@ -24,8 +21,10 @@ class Store:
     def __init__(self, settings: Settings, region: str | None = None) -> None:
         self.region = region or settings.region
         self._settings = settings
-        self._client = connect.asynchronous(settings, self.region, timeout_s=settings.store_timeout_s)
-        self._waiting: deque[tuple[calls.Call, asyncio.Future[Any]]] = deque()
+        # A call waits for the pipeline in flight and for its own: half of the deadline each, so that calls need no
+        # timers of their own.
+        self._client = connect.asynchronous(settings, self.region, timeout_s=settings.store_timeout_s / 2)
+        self._waiting: list[tuple[calls.Call, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -88,25 +87,19 @@ class Store:
         self._waiting.append((call, future))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_all())
-        try:
-            async with asyncio.timeout(self._settings.store_timeout_s):
-                reply = await future
-        except TimeoutError:
-            raise StoreUnavailable from None
-        return call.parse(reply)
+        return call.parse(await future)
 
     async def _send_all(self) -> None:
         while self._waiting:
-            size = min(len(self._waiting), _MOST_IN_A_PIPELINE)
-            await self._send([self._waiting.popleft() for _ in range(size)])
+            batch, self._waiting = self._waiting, []
+            await self._send(batch)
 
     async def _send(self, batch: list[tuple[calls.Call, asyncio.Future[Any]]]) -> None:
-        pipeline = self._client.pipeline(transaction=False)
-        for call, _ in batch:
-            pipeline.execute_command(*call.command)
         try:
-            replies = await pipeline.execute(raise_on_error=False)
+            replies = await pipeline.exchange(self._client, [call.command for call, _ in batch])
         except connect.ERRORS as error:
+            batch += self._waiting  # they have waited their half of the deadline
+            self._waiting.clear()
             replies = [error] * len(batch)
         for (_, future), reply in zip(batch, replies, strict=True):
             if future.done():

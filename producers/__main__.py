@@ -1,0 +1,31 @@
+"""`python -m producers`: the API behind uvicorn, as settings say."""
+
+from __future__ import annotations
+
+import uvicorn
+
+from brokers.settings import load
+
+_BACKLOG = 2048
+_GRACE_S = 5  # open streams are told to end at once; this is for answers being written
+
+
+def main() -> None:
+    settings = load()
+    uvicorn.run(
+        "producers.app:app",
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # nothing here depends on the client's address
+        backlog=_BACKLOG,
+        log_level=settings.log_level.lower(),
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""A job's stream as server-sent events, resumable at any position."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from brokers.errors import LingbotError
+from brokers.job import Content, Control, Entry, Job
+from producers import problems, sse
+from producers.auth import Right, authorize
+from producers.documents import Plain, answer, failures, header, path, query
+from producers.limits import FIRST_LOOK_S
+from producers.platform import platform_of
+from producers.problems import Problem
+from producers.tails import Tails, is_end
+
+_CURSOR = re.compile(r"\d{1,15}\Z", re.ASCII)
+_INDEX = 0  # native jobs have one choice
+
+
+class TokenData(msgspec.Struct, frozen=True):
+    """Event `token`: text up to and including position `pos`, which is also the event's id."""
+
+    pos: int
+    text: str
+    index: int = _INDEX
+
+
+async def stream_events(request: Request) -> sse.EventStream:
+    platform = platform_of(request)
+    principal = await authorize(request, Right.READ)
+    job_id = request.path_params["job_id"]
+    after = _cursor(request)
+    job = await platform.job(principal, job_id)
+    _check_reach(job, after)
+    home = await platform.home(job_id)
+    tails = Tails([home.reader.tail_batches(job, after)])
+    await tails.open()
+    try:
+        first = await tails.take(FIRST_LOOK_S)  # a stream that is gone is a 410, not a 200 that breaks
+    except BaseException:
+        await tails.close()
+        raise
+    return sse.EventStream(tails, _frames(tails, first, platform.settings.heartbeat_s), platform)
+
+
+async def _frames(tails: Tails, ready: list[tuple[int, Entry]], heartbeat_s: float) -> AsyncIterator[bytes]:
+    """Chunks of frames; everything that is ready goes in one."""
+    try:
+        yield sse.RETRY + b"".join(_frame(entry) for _, entry in ready)
+        while not tails.ended:
+            ready = await tails.take(heartbeat_s)
+            yield b"".join(_frame(entry) for _, entry in ready) or sse.HEARTBEAT
+    except LingbotError as error:
+        problem = problems.of(error)
+        yield sse.event("error", {"code": problem.code, "message": problem.detail, "index": _INDEX})
+
+
+def _frame(entry: Entry) -> bytes:
+    if isinstance(entry, Content):
+        return sse.event("token", TokenData(entry.pos, entry.text), cursor=entry.pos)
+    if is_end(entry):
+        return _end(entry)
+    return sse.event("progress", {"pos": entry.pos, "index": _INDEX, "kind": entry.kind, **entry.data})
+
+
+def _end(entry: Control) -> bytes:
+    """The terminal event, after an `error` when there was one. It carries an id, so that a resume from it is told
+    the end again rather than nothing."""
+    data: dict[str, Any] = {"pos": entry.pos, "index": _INDEX, **entry.data}
+    end = sse.event("end", data, cursor=entry.pos)
+    if not (error := entry.data.get("error")):
+        return end
+    return sse.event("error", {"pos": entry.pos, "index": _INDEX, **error}) + end
+
+
+def _cursor(request: Request) -> int:
+    """The position to go on after. Last-Event-ID wins: a reconnecting EventSource keeps the `after` of its URL."""
+    given = {"Last-Event-ID": request.headers.get("last-event-id"), "after": request.query_params.get("after")}
+    after = 0
+    for name in ("after", "Last-Event-ID"):
+        value = given[name]
+        if not value:  # an EventSource that has read no id sends none, or an empty one
+            continue
+        if not _CURSOR.match(value):
+            raise Problem("bad_cursor", f"{name} is no position: {value[:40]!r}", param=name)
+        after = int(value)
+    return after
+
+
+def _check_reach(job: Job, after: int) -> None:
+    # Nothing would ever come, not even the end, whose position is before the cursor.
+    if after > job.pos:
+        raise Problem(
+            "bad_cursor",
+            f"the stream stands at position {job.pos}, before {after}",
+            hint=f"Read on from {job.pos}, or from 0.",
+        )
+
+
+PLAIN = (
+    Plain(
+        "GET",
+        "/v1/jobs/{job_id}/events",
+        stream_events,
+        {
+            "tags": ["jobs"],
+            "operationId": "stream_events",
+            "summary": "Stream Events",
+            "description": "The job's text as it comes. Events: `token` `{pos, text, index}`, `progress` `{pos, kind, "
+            "index, ...}`, `error` `{code, message, index}`, and last `end` `{pos, status, finish_reason, usage, "
+            "digest, index}`. The id of an event is its position: send it as `Last-Event-ID` or `?after=` to go on "
+            "from there, on any server. Close the connection on `end`; an EventSource would connect again.",
+            "parameters": [
+                path("job_id", "The job's id"),
+                query("after", "integer", "Go on after this position", minimum=0),
+                header("Last-Event-ID", "As `after`, and wins over it"),
+            ],
+            "responses": {
+                200: answer("The events", TokenData, "text/event-stream"),
+                **failures("job_not_found", "bad_cursor", "stream_gone", "stream_gap"),
+            },
+        },
+    ),
+)
+STRUCTS = (TokenData,)

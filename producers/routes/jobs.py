@@ -1,0 +1,211 @@
+"""Jobs: submit, see, list, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from brokers.errors import JobNotFound, StreamGap, StreamGone
+from brokers.job import Job, Kind, State, home_of
+from brokers.keys import Principal
+from brokers.models import Model
+from producers import prompts, texts
+from producers.attendance import GoingAway, ReaderGone, attended
+from producers.auth import Reader, Right, Submitter, authorize
+from producers.bodies import decode, read
+from producers.documents import BODY, PROMPT, PUBLISH, Plain, answer, body_of, failures, header
+from producers.limits import DEFAULT_MAX_TOKENS, PAGE, PAGE_MOST, SCAN_MOST
+from producers.platform import Platform, platform_of
+from producers.problems import Problem
+from producers.replies import reply
+from producers.schemas import JobPage, JobRequest, JobView, Result, conversation, sampling, view
+from producers.submission import Draft, new_seed, submit
+
+router = APIRouter(tags=["jobs"])
+
+_decoder = msgspec.json.Decoder(JobRequest)
+_ONE = failures("job_not_found")
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
+
+
+async def create_job(request: Request) -> Response:
+    platform = platform_of(request)
+    principal = await authorize(request, Right.SUBMIT)
+    body = decode(_decoder, await read(request, platform.settings.max_body_bytes))
+    wait_s = min(_wait_asked(request), platform.settings.wait_max_s)
+    job = await submit(platform, await _draft(platform, principal, body))
+    if wait_s <= 0:
+        return _shown(platform, job, 202)
+    return await _wait(request, platform, job, wait_s)
+
+
+@router.get("/v1/jobs/{job_id}", responses={200: answer("The job, with its text once it has ended", JobView), **_ONE})
+async def show_job(request: Request, job_id: str, caller: Reader) -> Response:
+    """A job's state, and its result once it has ended."""
+    platform = platform_of(request)
+    job = await platform.job(caller, job_id)
+    home = await platform.home(job_id)
+    return _shown(platform, job, 200, await texts.replay(home.reader, job) if job.ended else None)
+
+
+@router.get(
+    "/v1/jobs",
+    responses={200: answer("Jobs, newest first", JobPage), **failures("bad_cursor", "invalid_parameter")},
+)
+async def list_jobs(
+    request: Request,
+    caller: Reader,
+    limit: Annotated[int, Query(ge=1, le=PAGE_MOST, description="Jobs at most")] = PAGE,
+    before: Annotated[str | None, Query(description="A job id; older ones follow")] = None,
+    status: Annotated[State | None, Query(description="Only jobs in this state")] = None,
+) -> Response:
+    """Your jobs, newest first. With `status` a page may be short, or empty, while `has_more` is true."""
+    platform = platform_of(request)
+    if before is not None and home_of(before) != platform.settings.region:
+        raise Problem("bad_cursor", "before is no job id of this region", param="before")
+    jobs, has_more, last = await _scan(platform, caller.tenant, limit, before, status)
+    page = JobPage(
+        data=[view(job, platform.store.stream_key(job)) for job in jobs],
+        has_more=has_more,
+        next_before=last if has_more else None,
+    )
+    return reply(page)
+
+
+@router.post(
+    "/v1/jobs/{job_id}/cancel",
+    responses={
+        200: answer("The job has ended: by this, or before", JobView),
+        202: answer("The job is asked to stop, and will within a second", JobView),
+        **_ONE,
+    },
+)
+async def cancel_job(request: Request, job_id: str, caller: Submitter) -> Response:
+    """Stop a job. Asking again, or too late, is no error: the answer is the job as it stands."""
+    platform = platform_of(request)
+    job = await platform.job(caller, job_id)
+    home = await platform.home(job_id)
+    if await home.store.cancel(job) is None:
+        raise JobNotFound
+    now = await platform.job(caller, job_id)
+    return _shown(platform, now, 200 if now.ended else 202)
+
+
+async def _draft(platform: Platform, principal: Principal, body: JobRequest) -> Draft:
+    _refuse_what_is_to_come(platform, body)
+    model = prompts.text_model(platform, body.model)
+    fit = prompts.fit(model, await _encode(platform, model, body), body.max_tokens, DEFAULT_MAX_TOKENS)
+    return Draft(
+        tenant=principal.tenant,
+        model=model.card.name,
+        lane=body.lane,
+        prompt_ids=fit.ids,
+        sampling=sampling(body, fit.max_tokens, new_seed()),
+        expires_s=_expires(platform, body.expires_in),
+        metadata=body.metadata or {},
+    )
+
+
+async def _encode(platform: Platform, model: Model, body: JobRequest) -> prompts.Tokens:
+    if (body.prompt is None) == (body.messages is None):
+        raise Problem("invalid_parameter", "give one of prompt and messages", param="prompt")
+    if body.messages is not None:
+        return await prompts.encode_chat(platform, model, conversation(body.messages))
+    return await prompts.encode_text(platform, model, body.prompt or "")
+
+
+def _refuse_what_is_to_come(platform: Platform, body: JobRequest) -> None:
+    for name in ("input", "residency", "start_at", "webhook"):
+        if getattr(body, name) not in (msgspec.UNSET, b"null"):
+            raise Problem("not_supported_yet", f"{name} is not supported yet", param=name)
+    if body.kind not in (None, Kind.TEXT):
+        raise Problem("not_supported_yet", f"jobs of kind {body.kind} are not supported yet", param="kind")
+    if body.region not in (None, platform.settings.region):
+        here = platform.settings.region
+        raise Problem(
+            "not_supported_yet", f"choosing a region is not supported yet; this one is {here}", param="region"
+        )
+
+
+def _expires(platform: Platform, asked: int | None) -> int:
+    most = platform.settings.max_expires_s
+    if asked is not None and asked > most:
+        raise Problem("invalid_parameter", f"expires_in: at most {most} seconds", param="expires_in")
+    return asked or platform.settings.default_expires_s
+
+
+def _wait_asked(request: Request) -> float:
+    """Seconds of `Prefer: wait=N`; a preference that is not understood is ignored (RFC 7240)."""
+    found = _WAIT.search(request.headers.get("prefer", ""))
+    return float(found.group(1)) if found else 0.0
+
+
+async def _wait(request: Request, platform: Platform, job: Job, wait_s: float) -> Response:
+    home = await platform.home(job.id)
+    try:
+        text = await attended(_read(platform, job, wait_s), request.receive, platform)
+    except (TimeoutError, GoingAway, ReaderGone, StreamGone, StreamGap):
+        text = None
+    now = await home.store.get(job.id) or job
+    result = text.result if text and now.ended else None
+    response = _shown(platform, now, 200 if now.ended else 202, result)
+    response.headers["Preference-Applied"] = f"wait={wait_s:g}"
+    return response
+
+
+async def _read(platform: Platform, job: Job, wait_s: float) -> texts.Text:
+    home = await platform.home(job.id)
+    async with asyncio.timeout(wait_s):
+        return await texts.read(home.reader, job)
+
+
+def _shown(platform: Platform, job: Job, status: int, result: Result | None = None) -> Response:
+    shown = view(job, platform.store.stream_key(job), result)
+    return reply(shown, status, {"Location": shown.urls.self} if status == 202 else None)
+
+
+async def _scan(
+    platform: Platform, tenant: str, limit: int, before: str | None, status: State | None
+) -> tuple[list[Job], bool, str | None]:
+    """Up to `limit` jobs, whether there may be more, and the last one looked at."""
+    found: list[Job] = []
+    size = limit + 1 if status is None else PAGE_MOST
+    for _ in range(SCAN_MOST // PAGE_MOST):
+        page = await platform.store.list_jobs(tenant, size, before)
+        found += [job for job in page if status in (None, job.state)]
+        if len(found) > limit:
+            return found[:limit], True, found[limit - 1].id
+        if len(page) < size:
+            return found, False, None
+        before = page[-1].id
+    return found, True, before
+
+
+PLAIN = (
+    Plain(
+        "POST",
+        "/v1/jobs",
+        create_job,
+        {
+            "tags": ["jobs"],
+            "operationId": "create_job",
+            "summary": "Create Job",
+            "description": "Submit a job. 202 means that the broker has it safe. With `Prefer: wait=N` the answer "
+            "waits up to N seconds for the job to end, and is 200 with its result when it does.",
+            "parameters": [header("Prefer", "`wait=N`: wait up to N seconds for the result")],
+            "requestBody": body_of(JobRequest),
+            "responses": {
+                200: answer("The job has ended within the wait", JobView),
+                202: answer("The job is queued", JobView),
+                **failures(*BODY, *PROMPT, *PUBLISH, "not_supported_yet", "unsupported_parameter"),
+            },
+        },
+    ),
+)
+STRUCTS = (JobRequest, JobView, JobPage)

@@ -1,0 +1,198 @@
+"""What the native routes take and answer, with the documented bounds. Unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from brokers.job import Failure, FinishReason, Job, Kind, Lane, Sampling, State, Usage
+from producers.bodies import check_text
+from producers.limits import STOP_CHARS, STOPS
+from producers.problems import Problem
+
+Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS)]
+Label = Annotated[str, Meta(min_length=1, max_length=64)]
+Note = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+_ROLES = {"developer": "system"}  # OpenAI's newer word for it; chat templates know the older one
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How tokens are drawn, named as OpenAI names it, and four more."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; 1 when not given")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Share of probability kept")] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Tokens kept; 0 keeps all")] | None = None
+    min_p: Annotated[float, Meta(ge=0, lt=1, description="Least share of the best token's probability")] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="Drawn when not given")] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=STOPS)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10, description="Over prompt and output; 1 is off")] | None = (
+        None
+    )
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    ignore_eos: Annotated[bool, Meta(description="Go on past the model's own end")] | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of a message; text is the kind there is."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+
+class JobRequest(SamplingFields, kw_only=True, frozen=True):
+    """A job. Give `prompt` or `messages`."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=128)]
+    kind: Kind | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    input: msgspec.Raw | UnsetType = UNSET
+    max_tokens: Count | None = None
+    lane: Lane = Lane.STANDARD
+    expires_in: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Seconds until it expires")] | None = None
+    metadata: Annotated[dict[Label, Note], Meta(max_length=16)] | None = None
+    backpressure: Annotated[Literal["detach"], Meta(description="The job goes on without readers")] | None = None
+    region: str | None = None
+    residency: msgspec.Raw | UnsetType = UNSET
+    start_at: msgspec.Raw | UnsetType = UNSET
+    webhook: msgspec.Raw | UnsetType = UNSET
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job that has ended wrote."""
+
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Urls(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to go on, relative to this server."""
+
+    self: str
+    events: str
+    cancel: str
+
+
+class StreamPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The job's Redis stream, and the position to read from."""
+
+    key: str
+    after: int = 0
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as the API shows it. Times are unix seconds."""
+
+    id: str
+    object: str = "job"
+    kind: Kind
+    status: State
+    model: str
+    lane: Lane
+    region: str
+    created_at: float
+    expires_at: float
+    attempt: int
+    position: int  # content tokens in the stream so far
+    urls: Urls
+    stream: StreamPlace
+    metadata: dict[str, str] = {}
+    started_at: float | UnsetType = UNSET
+    ended_at: float | UnsetType = UNSET
+    result: Result | UnsetType = UNSET
+    error: Failure | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+class JobPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs, newest first. `next_before` continues the listing."""
+
+    object: str = "list"
+    data: list[JobView]
+    has_more: bool
+    next_before: str | None = None
+
+
+def view(job: Job, stream_key: str, result: Result | None = None) -> JobView:
+    here = f"/v1/jobs/{job.id}"
+    return JobView(
+        id=job.id,
+        kind=job.kind,
+        status=job.state,
+        model=job.model,
+        lane=job.lane,
+        region=job.home,
+        created_at=job.created_ms / 1000,
+        expires_at=job.deadline_ms / 1000,
+        attempt=job.attempt,
+        position=job.pos,
+        urls=Urls(self=here, events=f"{here}/events", cancel=f"{here}/cancel"),
+        stream=StreamPlace(key=stream_key),
+        metadata=job.metadata,
+        started_at=_seconds(job.started_ms),
+        ended_at=_seconds(job.ended_ms),
+        result=result or UNSET,
+        error=job.failure or UNSET,
+        usage=job.usage or UNSET,
+    )
+
+
+def sampling(fields: SamplingFields, max_tokens: int, seed: int) -> Sampling:
+    """The job's sampling; what was not given, or given as null, takes its default. `seed` stands in for none."""
+    named = {name: getattr(fields, name) for name in _PLAIN}
+    given = {name: value for name, value in named.items() if value is not None}
+    return Sampling(
+        max_tokens=max_tokens,
+        seed=seed if fields.seed is None else fields.seed,
+        stop=_stops(fields.stop),
+        **given,
+    )
+
+
+def conversation(messages: list[Any]) -> list[dict[str, str]]:
+    """Messages as a chat template takes them: roles it knows, content as one text. Raises Problem."""
+    return [
+        {"role": _ROLES.get(m.role, m.role), "content": _content(m.content, f"messages[{i}].content")}
+        for i, m in enumerate(messages)
+    ]
+
+
+_PLAIN = tuple(name for name in SamplingFields.__struct_fields__ if name not in {"seed", "stop"})
+
+
+def _content(content: str | list[Part], param: str) -> str:
+    if isinstance(content, str):
+        check_text(content, param)
+        return content
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise Problem(
+                "unsupported_parameter",
+                f"{param}[{i}] is of type {part.type[:40]!r}; text parts are what the models here read",
+                param=f"{param}[{i}].type",
+            )
+        check_text(part.text, f"{param}[{i}].text")
+    return "".join(part.text or "" for part in content)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for text in stops:
+        check_text(text, "stop")
+    return stops
+
+
+def _seconds(ms: int | None) -> float | UnsetType:
+    return UNSET if ms is None else ms / 1000
