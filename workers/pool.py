@@ -12,6 +12,8 @@ from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
 
+from workers import runtime
+
 
 class _Applied:
     """What Celery holds of a task in the pool."""
@@ -35,6 +37,7 @@ class EnginePool(BasePool):
 
     def on_start(self) -> None:
         self._executor = ThreadPoolExecutor(self.limit, thread_name_prefix="job")
+        self._applied: set[_Applied] = set()
 
     def on_stop(self) -> None:
         # Jobs have ended or been handed back before this, see lifecycle.py.
@@ -54,7 +57,11 @@ class EnginePool(BasePool):
         **_: Any,
     ) -> _Applied:
         future = self._executor.submit(apply_target, target, args, kwargs, callback, accept_callback)
-        return _Applied(future, lambda: _cancel(correlation_id))
+        applied = _Applied(future, lambda: _cancel(correlation_id))
+        # Celery keeps a weak reference only, and terminates nothing once it is dead.
+        self._applied.add(applied)
+        future.add_done_callback(lambda _: self._applied.discard(applied))
+        return applied
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
         """Nothing to kill: all jobs share this process. `_Applied.terminate`, which Celery calls next, cancels."""
@@ -75,7 +82,7 @@ class EnginePool(BasePool):
 
 
 def _cancel(job_id: str | None) -> None:
-    from workers import runtime
-
-    if job_id and (now := runtime.current()):
-        now.cancel(job_id)
+    now = runtime.current()
+    found = now.find(job_id) if now and job_id else None
+    if now and found:
+        now.ask_cancel(found[1].stream.job)

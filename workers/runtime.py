@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from brokers import connect, names
+from brokers import calls, connect, names
 from brokers.chunk_writer import ChunkWriter, OwnedStream
+from brokers.job import Job
 from brokers.models import Registry
 from brokers.seal import Sealer
 from brokers.settings import Settings
@@ -57,7 +58,22 @@ class Runtime:
         return None
 
     def cancel(self, job_id: str) -> None:
-        self._take_out(job_id, Intent.CANCEL)
+        """End a run here whose cancel is in the record already."""
+        if found := self.find(job_id):
+            engine, run = found
+            engine.take_out(run, Intent.CANCEL)
+
+    def ask_cancel(self, job: Job) -> None:
+        """Cancel a job as a client's cancel would, in the record first; returns at once."""
+        threading.Thread(target=self._ask_cancel, args=(job,), name=f"cancel-{job.id}", daemon=True).start()
+
+    def _ask_cancel(self, job: Job) -> None:
+        call = calls.cancel(job, calls.keys(job, self.settings.partitions))
+        try:
+            connect.send(self.writer(job.home).client, call)
+        except connect.ERRORS as error:
+            log.warning("cancel of %s is not in the store: %s", job.id, type(error).__name__)
+        self.cancel(job.id)
 
     def hand_back_all(self) -> None:
         """Give up every run; other workers go on with them in mid-stream."""
@@ -70,11 +86,6 @@ class Runtime:
 
     def _cancel_asked(self, stream: OwnedStream) -> None:
         self.cancel(stream.job.id)
-
-    def _take_out(self, job_id: str, intent: Intent) -> None:
-        if found := self.find(job_id):
-            engine, run = found
-            engine.take_out(run, intent)
 
 
 class _Hints(threading.Thread):

@@ -6,6 +6,7 @@ from typing import Any
 
 from celery import Task, shared_task
 from celery.exceptions import Ignore, Reject
+from celery.worker.request import Request
 
 from brokers import envelope, names
 from brokers.job import Kind, State
@@ -13,7 +14,18 @@ from workers import runtime
 from workers.runner import HandedBackError, JobFailedError, Runner
 
 
-@shared_task(name=names.task(Kind.TEXT), bind=True, throws=(JobFailedError,))
+class JobRequest(Request):
+    """A delivered message, which a revoke may meet before it runs: Celery drops it then, so its job must end too."""
+
+    def revoked(self) -> bool:
+        revoked: bool = super().revoked()
+        worker = runtime.current()
+        if revoked and worker:
+            worker.ask_cancel(envelope.unpack(self.kwargs).to_job())
+        return revoked
+
+
+@shared_task(name=names.task(Kind.TEXT), bind=True, throws=(JobFailedError,), Request=JobRequest)
 def generate_text(self: Task, **kwargs: Any) -> str:
     """Generate a job's text. The result is a word for Flower; what was generated is in the stream."""
     worker = runtime.current()

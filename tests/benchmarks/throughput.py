@@ -74,9 +74,7 @@ class _Bare:
     """The engine's process with nothing around it."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
-        options = EngineOptions(
-            settings.slots, settings.kv_tokens, settings.threads, settings.device, settings.dtype
-        )
+        options = EngineOptions(settings.slots, settings.kv_tokens, settings.threads, settings.device, settings.dtype)
         self._left = 0
         self._done = threading.Event()
         self.host = EngineHost(folder, options, self._on_outputs, lambda _: None)

@@ -1,6 +1,6 @@
 """The reference: FastAPI, a pydantic model, and Celery's `apply_async` with publisher confirms on a quorum queue.
 
-    uvicorn tests.benchmarks.usual_way:app
+uvicorn tests.benchmarks.usual_way:app
 """
 
 from __future__ import annotations

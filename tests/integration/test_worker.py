@@ -155,6 +155,21 @@ async def test_a_message_delivered_twice_runs_once(client: Client) -> None:
     assert record.attempt == 1
 
 
+async def test_a_revoke_that_comes_before_the_message_ends_the_job(client: Client) -> None:
+    from workers.app import create_app
+
+    ids = client.model.encode("revoked early")
+    job = msgspec.structs.replace(make_job(client.settings), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+    sealed = client.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=3)))
+    await client.store.create(job, sealed)
+    control = create_app(client.settings).control
+    replies = await asyncio.to_thread(control.revoke, job.id, reply=True, timeout=5, limit=1)
+    assert len(replies) == 1
+    await client.publisher.publish(job, sealed)
+    end = end_of(await client.read(job))
+    assert (end["status"], end["usage"]) == ("cancelled", {"prompt_tokens": 0, "completion_tokens": 0})
+
+
 async def test_a_job_that_no_message_tells_of_is_published_by_the_reconciler(client: Client) -> None:
     from brokers.reconciler import Reconciler
 
