@@ -1,0 +1,147 @@
+"""The KV cache: one preallocated rectangle a layer, passed to the model as its own cache.
+
+    keys, values   [rows, heads, length, dim]   row r holds one sequence, its token t at [r, :, t]
+
+A row's tokens start at 0 and are followed by room, so positions are indices, and sequences of any length share a
+forward under a mask. The model is given views, never copies: rows in use are dense (see scheduler.py), and the view
+ends at the longest of them. The rectangle grows in steps and is only then copied. What lies behind a row's end is
+masked, but must stay finite: a weight of zero times NaN is NaN. So new room is zeroed, and `scrub` cleans a row
+whose sequence came to have NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from workers.engine.scheduler import Move
+
+_BLOCK = 256  # tokens by which rows get longer
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the forward in hand writes and reads: rows first .. first + len(starts), columns 0 .. reach."""
+
+    first: int
+    starts: list[int]  # of each row: the column of its first new token
+    lengths: list[int]  # of each row: how many of the forward's tokens are its own, the rest is padding
+
+    @property
+    def reach(self) -> int:
+        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is typed in parts
+    """One layer's rectangle."""
+
+    is_sliding = False
+    keys: Tensor  # the base allows None before the first update
+    values: Tensor
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, length = self._cache.shape
+        self.keys = key_states.new_zeros((rows, key_states.shape[1], length, key_states.shape[3]))
+        self.values = value_states.new_zeros((rows, value_states.shape[1], length, value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new tokens [rows, heads, new, dim]; views of all tokens up to the longest row's end."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self._cache.place
+        return self._write(self.keys, key_states, place), self._write(self.values, value_states, place)
+
+    def _write(self, store: Tensor, new: Tensor, place: Place) -> Tensor:
+        rows = store[place.first : place.first + len(place.starts)]
+        if new.shape[2] == 1:
+            rows[self._cache.row_index, :, self._cache.column_index] = new[:, :, 0]
+        else:
+            for row, start, length in zip(range(len(place.starts)), place.starts, place.lengths, strict=True):
+                rows[row, :, start : start + length] = new[row, :, :length]
+        return rows[:, :, : place.reach]
+
+    def reshape(self, rows: int, length: int) -> None:
+        if self.is_initialized:
+            self.keys = _resized(self.keys, rows, length)
+            self.values = _resized(self.values, rows, length)
+
+    def move(self, move: Move) -> None:
+        for store in (self.keys, self.values):
+            store[move.target, :, : move.length] = store[move.source, :, : move.length]
+
+    def scrub(self, row: int) -> None:
+        self.keys[row].zero_()
+        self.values[row].zero_()
+
+    def get_seq_length(self) -> int:
+        return self._cache.place.reach
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.place.reach, 0
+
+
+class SlotCache(Cache):
+    """All layers' rectangles, of at most `slots` rows and about `kv_tokens` tokens."""
+
+    def __init__(self, layers: int, slots: int, kv_tokens: int, device: torch.device) -> None:
+        self._layers = [SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._layers))
+        self.shape = (0, 0)  # rows, length
+        self._slots = slots
+        self._kv_tokens = kv_tokens
+        self._device = device
+        self.aim(Place(0, [0], [1]))
+
+    def aim(self, place: Place) -> None:
+        """Set where the next forward reads and writes."""
+        self.place = place
+        self.row_index = torch.arange(len(place.starts), device=self._device)
+        self.column_index = torch.tensor(place.starts, device=self._device)
+
+    def make_room(self, rows: int, length: int) -> None:
+        """Have at least `rows` rows of `length` tokens."""
+        shape = self._grown(rows, length)
+        if shape != self.shape:
+            self.shape = shape
+            for layer in self._layers:
+                layer.reshape(*shape)
+
+    def move(self, moves: list[Move]) -> None:
+        """Close gaps that sequences left, in order."""
+        for move in moves:
+            if move.length:
+                for layer in self._layers:
+                    layer.move(move)
+
+    def scrub(self, row: int) -> None:
+        for layer in self._layers:
+            layer.scrub(row)
+
+    def _grown(self, rows: int, length: int) -> tuple[int, int]:
+        if rows <= self.shape[0] and length <= self.shape[1]:
+            return self.shape
+        roomy_rows = max(self.shape[0], min(1 << (rows - 1).bit_length(), self._slots))
+        roomy_length = max(self.shape[1], -(-length // _BLOCK) * _BLOCK)
+        if roomy_rows * roomy_length <= self._kv_tokens:
+            return roomy_rows, roomy_length
+        # The scheduler keeps rows x length within the budget; what the shape had in excess is given up.
+        return rows, max(length, min(-(-length // _BLOCK) * _BLOCK, self._kv_tokens // rows))
+
+
+def _resized(store: Tensor, rows: int, length: int) -> Tensor:
+    fresh = store.new_zeros((rows, store.shape[1], length, store.shape[3]))
+    kept_rows, kept_length = min(rows, store.shape[0]), min(length, store.shape[2])
+    fresh[:kept_rows, :, :kept_length] = store[:kept_rows, :, :kept_length]
+    return fresh

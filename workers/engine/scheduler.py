@@ -1,0 +1,213 @@
+"""Who runs in the next step: policy without tensors.
+
+Sequences wait in order of (priority, arrival). A running sequence owns a row of the KV cache; rows are kept dense,
+so that the cache can hand the model a view instead of a copy:
+
+    rows   [ decoding ... | prefilling ... ]
+           0              `decoding`       len(rows)
+
+A decoding sequence lacks the KV of its last token only, and every step feeds that one. A prefilling one is fed in
+chunks, one chunk (or one group of short prompts) a step, so that a long prompt never stalls its neighbours for
+longer than a chunk takes. What leaves is replaced by the last row, and the plan tells the cache of the move.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from workers.engine.protocol import Request, Tokens
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Sequence:
+    """A request on its way."""
+
+    request: Request
+    arrival: int
+    need: int  # KV tokens it can come to hold
+    output: list[int] = field(default_factory=list)  # all of it, what earlier owners generated included
+    cached: int = 0  # leading tokens of prompt + output whose KV is in the cache
+    paused: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.priority, self.arrival
+
+    @property
+    def total(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+    def fed(self, length: int) -> Tokens:
+        """The next `length` tokens to feed."""
+        prompt, start = self.request.prompt, self.cached
+        if start >= len(prompt):  # decoding: do not copy the prompt in every step
+            start -= len(prompt)
+            return tuple(self.output[start : start + length])
+        return (*prompt, *self.output)[start : start + length]
+
+
+@dataclass(slots=True, frozen=True)
+class Chunk:
+    """`length` tokens of a sequence's prompt (and earlier output) to feed."""
+
+    sequence: Sequence
+    length: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the last token's logits give the sequence's next token."""
+        return self.sequence.cached + self.length == self.sequence.total
+
+
+@dataclass(slots=True, frozen=True)
+class Move:
+    """Copy the first `length` cached tokens of row `source` to row `target`."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """One step. `decode[i]` is in row i, `prefill[i]` in row len(decode) + i; `moves` come first, in order."""
+
+    decode: list[Sequence]
+    prefill: list[Chunk]
+    moves: list[Move]
+    rows: int  # in use, those included that wait for their turn to prefill
+    longest: int  # tokens that the fullest row holds after the step
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+
+class Scheduler:
+    """Waiting queue, rows and KV budget of one engine.
+
+    The cache is a rectangle, rows x longest row, so the budget is that rectangle's area: a sequence is admitted when
+    (rows + 1) x (the greatest need among them) fits in `kv_tokens`. A need counts prompt, output and the whole of
+    max_tokens, so what was admitted never has to be thrown out again. The head of the queue is not overtaken: a
+    large request waits for room, but not for ever.
+    """
+
+    def __init__(self, slots: int, kv_tokens: int, prefill_chunk: int) -> None:
+        self.slots = slots
+        self.kv_tokens = kv_tokens
+        self._chunk = prefill_chunk
+        self._all: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._rows: list[Sequence] = []
+        self._decoding = 0
+        self._moves: list[Move] = []
+        self._arrivals = 0
+
+    def __contains__(self, seq: str) -> bool:
+        return seq in self._all
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(tuple(self._all.values()))
+
+    @property
+    def running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def paused(self) -> int:
+        return len(self._all) - len(self._rows) - len(self._waiting)
+
+    @property
+    def kv_tokens_used(self) -> int:
+        return sum(sequence.cached for sequence in self._rows)
+
+    def add(self, request: Request, need: int) -> None:
+        sequence = Sequence(request, self._arrivals, need, list(request.output))
+        self._arrivals += 1
+        self._all[request.seq] = sequence
+        self._enqueue(sequence)
+
+    def remove(self, seq: str) -> bool:
+        """Forget a sequence, wherever it is. False when it is unknown."""
+        sequence = self._all.pop(seq, None)
+        if sequence is not None:
+            self._vacate(sequence)
+        return sequence is not None
+
+    def pause(self, seq: str) -> None:
+        """Free the row; what was cached is computed again after resume()."""
+        sequence = self._all.get(seq)
+        if sequence is not None and not sequence.paused:
+            self._vacate(sequence)
+            sequence.paused = True
+
+    def resume(self, seq: str) -> None:
+        sequence = self._all.get(seq)
+        if sequence is not None and sequence.paused:
+            sequence.paused = False
+            self._enqueue(sequence)  # its arrival is the old one, so it does not lose its place
+
+    def schedule(self) -> Plan:
+        """Admit what fits, then plan the step."""
+        while self._waiting and self._fits(self._waiting[0]):
+            self._rows.append(self._waiting.pop(0))
+        moves, self._moves = self._moves, []
+        decode, prefill = self._rows[: self._decoding], self._prefill_group()
+        held = [sequence.cached for sequence in self._rows]
+        fed = [sequence.cached + 1 for sequence in decode] + [c.sequence.cached + c.length for c in prefill]
+        return Plan(decode, prefill, moves, rows=len(self._rows), longest=max(held + fed, default=0))
+
+    def advance(self, plan: Plan) -> None:
+        """The plan's tokens are in the cache now."""
+        for sequence in plan.decode:
+            sequence.cached += 1
+        for chunk in plan.prefill:
+            self._decoding += chunk.completes
+            chunk.sequence.cached += chunk.length
+
+    def _prefill_group(self) -> list[Chunk]:
+        # Several short prompts share a forward, padded to the longest of them. Only a chunk that fills the budget
+        # leaves its prompt unfinished, and such a chunk is alone: so what completes is always a prefix of the
+        # prefilling rows, and joins the decoding ones without a move.
+        group: list[Chunk] = []
+        longest = 0
+        for sequence in self._rows[self._decoding :]:
+            length = min(sequence.total - sequence.cached, self._chunk)
+            longest = max(longest, length)
+            if group and longest * (len(group) + 1) > self._chunk:
+                break
+            group.append(Chunk(sequence, length))
+        return group
+
+    def _fits(self, sequence: Sequence) -> bool:
+        rows = len(self._rows) + 1
+        longest = max(sequence.need, *(other.need for other in self._rows)) if self._rows else sequence.need
+        return rows <= self.slots and rows * longest <= self.kv_tokens
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        sequence.cached = 0
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence in self._rows:
+            self._close_gap(self._rows.index(sequence))
+
+    def _close_gap(self, row: int) -> None:
+        if row < self._decoding:
+            self._decoding -= 1
+            self._move(self._decoding, row)
+            row = self._decoding
+        self._move(len(self._rows) - 1, row)
+        self._rows.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            self._rows[target] = self._rows[source]
+            self._moves.append(Move(source, target, self._rows[source].cached))

@@ -1,0 +1,1 @@
+"""Weights: how a model comes into the origin."""
