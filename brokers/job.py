@@ -51,9 +51,7 @@ class State(StrEnum):
     ERASED = "erased"  # its owner had it deleted; a tombstone, so that a late message finds it so
 
 
-TERMINAL = frozenset(
-    {State.SUCCEEDED, State.FAILED, State.CANCELLED, State.EXPIRED, State.WITHDRAWN, State.ERASED}
-)
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED, State.EXPIRED, State.WITHDRAWN, State.ERASED})
 
 
 class FinishReason(StrEnum):

@@ -120,13 +120,14 @@ class ModelEngine:
             if self._runs.get(run.seq) is run and not self._isolation.runs(run.seq):
                 self._leave(run)  # it waits outside the engine
                 return
-        self._tell(lambda: self._host.abort(run.seq))
+        self._host.abort(run.seq)
 
     def make_room(self, writer: ChunkWriter, *, room: bool) -> None:
         """Pause what goes to a home whose window is full, or let it go on."""
+        tell = self._host.resume if room else self._host.pause
         for run in self.runs():
             if run.writer is writer:
-                self._tell(lambda seq=run.seq: self._host.resume(seq) if room else self._host.pause(seq))
+                tell(run.seq)
 
     # --- from the host's thread ---------------------------------------------------------------------------------
 
@@ -184,6 +185,8 @@ class ModelEngine:
         with self._lock:
             begun = [run.seq for run in self._runs.values() if run.begun]
             others = [run.seq for run in self._runs.values() if not run.begun and self._isolation.runs(run.seq)]
+            for run in self._runs.values():
+                run.begun = False
             verdict = self._isolation.crashed(begun, others)
             struck = self._runs.get(verdict.struck) if verdict.struck else None
             if struck is None:
@@ -250,16 +253,13 @@ class ModelEngine:
 
     def _send(self, seqs: Iterable[str]) -> None:
         for run in filter(None, map(self._runs.get, seqs)):
-            run.begun, run.since_submitted = False, 0
-            self._tell(lambda run=run: self._host.submit(_resumed(run)))
+            run.since_submitted = 0
+            with suppress(EngineGone):  # the restart sends every run again, and takes out those that are to go
+                self._host.submit(_resumed(run))
             if run.intent:
-                self._tell(lambda run=run: self._host.abort(run.seq))
+                self._host.abort(run.seq)
             elif run.writer.full:
-                self._tell(lambda run=run: self._host.pause(run.seq))
-
-    def _tell(self, say: Callable[[], None]) -> None:
-        with suppress(EngineGone):  # the restart sends every run again, and takes out those that are to go
-            say()
+                self._host.pause(run.seq)
 
 
 def _resumed(run: Run) -> Request:

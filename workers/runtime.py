@@ -21,7 +21,11 @@ class Runtime:
     """Made when the worker starts, before it consumes; `current()` finds it from a task."""
 
     def __init__(
-        self, settings: Settings, name: str, models: list[str], on_service: Callable[[str, bool], None] = lambda *_: None
+        self,
+        settings: Settings,
+        name: str,
+        models: list[str],
+        on_service: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
         self.settings = settings
         self.name = name
