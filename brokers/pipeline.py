@@ -6,19 +6,29 @@ of 31, which is a tenth of what a whole submission costs.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import hiredis
 import redis.asyncio as aredis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import ResponseError
 
 
-async def exchange(client: aredis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The replies in order; one that the server refused is a ResponseError among them. Raises connect.ERRORS."""
+async def exchange(client: aredis.Redis, commands: Sequence[tuple[Any, ...]], *, timeout_s: float) -> list[Any]:
+    """The replies in order; one that the server refused is a ResponseError among them. Raises connect.ERRORS.
+
+    One deadline for all of it, so the client should have none of its own for each reply: those cost as much again.
+    """
     pool = client.connection_pool
-    connection: AbstractConnection = await pool.get_connection()  # type: ignore[no-untyped-call]
+    async with asyncio.timeout(timeout_s):
+        connection: AbstractConnection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        return await _on(connection, pool, commands)
+
+
+async def _on(connection: AbstractConnection, pool: ConnectionPool, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
     try:
         await connection.send_packed_command(b"".join(map(hiredis.pack_command, commands)))
         return [await _reply(connection) for _ in commands]
@@ -32,6 +42,6 @@ async def exchange(client: aredis.Redis, commands: Sequence[tuple[Any, ...]]) ->
 
 async def _reply(connection: AbstractConnection) -> Any:
     try:
-        return await connection.read_response()
+        return await connection.read_response(timeout=math.inf)
     except ResponseError as refusal:
         return refusal

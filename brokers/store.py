@@ -21,9 +21,7 @@ class Store:
     def __init__(self, settings: Settings, region: str | None = None) -> None:
         self.region = region or settings.region
         self._settings = settings
-        # A call waits for the pipeline in flight and for its own: half of the deadline each, so that calls need no
-        # timers of their own.
-        self._client = connect.asynchronous(settings, self.region, timeout_s=settings.store_timeout_s / 2)
+        self._client = connect.asynchronous(settings, self.region)
         self._waiting: list[tuple[calls.Call, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
 
@@ -107,7 +105,9 @@ class Store:
 
     async def _send(self, batch: list[tuple[calls.Call, asyncio.Future[Any]]]) -> None:
         try:
-            replies = await pipeline.exchange(self._client, [call.command for call, _ in batch])
+            # A call waits for the pipeline in flight and for its own: half of its deadline each.
+            commands = [call.command for call, _ in batch]
+            replies = await pipeline.exchange(self._client, commands, timeout_s=self._settings.store_timeout_s / 2)
         except connect.ERRORS as error:
             batch += self._waiting  # they have waited their half of the deadline
             self._waiting.clear()

@@ -1,0 +1,140 @@
+"""submit, tail, cancel, jobs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from brokers.errors import ConfigurationError
+from compose.cli import output
+from compose.cli.client import Client, Refused, Unreachable
+from compose.cli.cursors import Cursor
+from compose.cli.follow import Event, follow
+
+INTERRUPTED = 130
+
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt from its argument, a file, or stdin. Raises a usage error when there is none, or two."""
+    if argument is not None and file is not None:
+        raise typer.BadParameter("give a prompt or --file, not both")
+    if file is not None:
+        return _read_file(file)
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, --file, or text on stdin")
+    return sys.stdin.read()
+
+
+def default_model(client: Client) -> str:
+    """The first model served. Raises Refused, Unreachable, ConfigurationError."""
+    models = client.get("/v1/models").get("data", [])
+    if not models:
+        raise ConfigurationError("this platform serves no model", hint="`lingbot models import` brings one.")
+    return str(models[0]["id"])
+
+
+def submit(client: Client, body: dict[str, Any], *, detach: bool) -> int:
+    """Send a job and show its text as it comes; the exit code."""
+    try:
+        job = _create(client, body)
+    except KeyboardInterrupt:
+        output.remark("\nInterrupted before the job was accepted; `lingbot jobs` shows whether it was.")
+        return INTERRUPTED
+    if detach:
+        sys.stdout.write(f"{job['id']}\n")
+        output.remark(f"Read it with: lingbot tail {job['id']}")
+        return 0
+    return show(client, job["id"], Cursor(job["id"]))
+
+
+def show(client: Client, job_id: str, cursor: Cursor) -> int:
+    """Show a job's text from the cursor on; the exit code. Ctrl-C leaves the job running."""
+    started = time.monotonic()
+    try:
+        for event in follow(client, job_id, cursor.position, on_pause=_lost):
+            with _uninterrupted():  # what was shown and what is remembered must not differ
+                _show(event)
+                cursor.move(event.position)
+            if event.kind == "end":
+                return _ended(job_id, event.data, time.monotonic() - started)
+    except KeyboardInterrupt:
+        output.remark(
+            f"\nThe job goes on. Come back with: lingbot tail {job_id}   End it with: lingbot cancel {job_id}"
+        )
+        return INTERRUPTED
+    except Unreachable as away:
+        raise Unreachable(away.message, hint=f"The job goes on. Come back with: lingbot tail {job_id}") from away
+    finally:
+        cursor.save()
+        cursor.forget_old()
+    return 1
+
+
+def show_list(jobs: list[dict[str, Any]]) -> None:
+    columns = ("job", "status", "model", "lane", "tokens", "created")
+    output.show_table(columns, [_row(job) for job in jobs])
+
+
+def _row(job: dict[str, Any]) -> tuple[object, ...]:
+    tokens = (job.get("usage") or {}).get("completion_tokens", job.get("position", 0))
+    created = datetime.fromtimestamp(job["created_at"], UTC).astimezone().strftime("%d %b %H:%M:%S")
+    return job["id"], job["status"], job["model"], job["lane"], tokens, created
+
+
+def _create(client: Client, body: dict[str, Any]) -> Any:
+    try:
+        return client.post("/v1/jobs", body)
+    except Refused as refused:
+        if refused.problem == "bad_prompt" and "messages" in body:
+            raise Refused(refused.message, hint="Send it as a plain prompt: add --plain.") from refused
+        raise
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is done."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _show(event: Event) -> None:
+    if event.kind == "token":
+        output.write_text(event.data["text"])
+    elif event.kind == "progress" and event.data.get("kind") == "restarted":
+        output.remark(f"\n[the text was generated again and differs; it goes on at token {event.position}]")
+
+
+def _ended(job_id: str, data: dict[str, Any], seconds: float) -> int:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    status, usage = data.get("status", "?"), data.get("usage") or {}
+    tokens = usage.get("completion_tokens", data.get("pos", 0))
+    facts = [job_id, status, data.get("finish_reason") or "", f"{tokens} tokens", f"{seconds:.1f} s"]
+    if failure := data.get("error"):
+        facts.append(failure.get("message", ""))
+    output.remark(" · ".join(fact for fact in facts if fact))
+    return 0 if status == "succeeded" else 1
+
+
+def _lost(reason: str) -> None:
+    output.remark(f"\n[{reason}; trying again, nothing is lost]")
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}") from error
