@@ -6,6 +6,7 @@ The API sends these over asyncio and the worker over a blocking connection; both
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -70,6 +71,36 @@ class Accepted(NamedTuple):
     cancel: bool = False
 
 
+class Poison(NamedTuple):
+    """Workers died over this job too often: it has failed, and its message belongs into the dead-letter queue."""
+
+
+class Settle(NamedTuple):
+    """An ended job whose usage is not on its tenant's account yet."""
+
+    tenant: str
+    state: State
+    prompt_tokens: int
+    completion_tokens: int
+    ended_ms: int
+
+
+class InProgress(NamedTuple):
+    """Another request with this Idempotency-Key is at it for `left_ms` more at most."""
+
+    left_ms: int
+
+
+class OtherBody(NamedTuple):
+    """This Idempotency-Key came with another body before."""
+
+
+class Known(NamedTuple):
+    """This Idempotency-Key belongs to this job, if that was ever made."""
+
+    job_id: str
+
+
 class Publish(NamedTuple):
     """The reconciler is to publish the job under this generation."""
 
@@ -78,7 +109,9 @@ class Publish(NamedTuple):
 
 
 Written = Accepted | Fenced | Gone | Rewind
-Claim = Claimed | Busy | Ended | Stale | Gone
+Claim = Claimed | Busy | Ended | Stale | Gone | Poison
+Reconciled = Publish | Ended | Settle | None
+Idempotent = InProgress | OtherBody | Known | None
 
 
 class Keys(NamedTuple):
@@ -156,6 +189,46 @@ def release(job: Job, k: Keys, token: str, settings: Settings) -> Call:
     return Call(_fcall("release", (k.record, k.live), job.id, token, check_ms), written)
 
 
+def begin(k: Keys, token: str) -> Call:
+    return Call(_fcall("begin", k[:1], token), written)
+
+
+def struck(k: Keys, token: str) -> Call:
+    """The engine died over this job alone. Accepted, or Poison when that was enough."""
+    return Call(_fcall("struck", k[:3], token), _struck)
+
+
+def account(job_id: str, region: str, settle: Settle, keep_ms: int) -> Call:
+    """True when it was counted now, False when it had been before."""
+    day = datetime.fromtimestamp(settle.ended_ms / 1000, UTC).strftime("%Y-%m-%d")
+    k = (names.usage(region, settle.tenant, day), names.settled(region, settle.tenant))
+    tokens = (settle.prompt_tokens, settle.completion_tokens)
+    return Call(_fcall("account", k, job_id, settle.state.value, *tokens, keep_ms), bool)
+
+
+def settled(job_id: str, k: Keys) -> Call:
+    return Call(_fcall("settled", (k.record, k.live), job_id), bool)
+
+
+def erase(job: Job, k: Keys, settings: Settings) -> Call:
+    return Call(_fcall("erase", k, job.id, settings.retention_s * 1000), _state)
+
+
+def idempotent(key: str, body: str, job_id: str, until_ms: int, keep_ms: int) -> Call:
+    """None when the key is new: the caller makes the job of that id."""
+    return Call(_fcall("idempotent", (key,), body, job_id, until_ms, keep_ms), _idempotent)
+
+
+def answered(key: str, job_id: str) -> Call:
+    return Call(_fcall("answered", (key,), job_id), bool)
+
+
+def unanswered(key: str, job_id: str, next_try: tuple[str, int] = ("", 0)) -> Call:
+    """Forget the key, or give it to the next try (its job id, and how long it may take in ms). False: no longer its."""
+    more = next_try if next_try[0] else ()
+    return Call(_fcall("unanswered", (key,), job_id, *more), bool)
+
+
 def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool) -> Call:
     grace_ms, check_ms = int(settings.accepted_grace_s * 1000), int(settings.queued_check_s * 1000)
     return Call(_fcall("reconcile", k[:3], job_id, grace_ms, check_ms, int(assume_lost)), _reconciled)
@@ -182,9 +255,9 @@ def _fcall(verb: str, k: tuple[str, ...], *args: Any) -> tuple[Any, ...]:
     return ("FCALL", names.function(verb), len(k), *k, *args)
 
 
-def _created(reply: Any) -> None:
-    if isinstance(reply, list):
-        raise RuntimeError("a job with this id exists already")  # 80 random bits met: a broken random source
+def _created(reply: Any) -> bool:
+    """False when there is such a record already."""
+    return not isinstance(reply, list)
 
 
 def _state(reply: Any) -> State | None:
@@ -210,14 +283,39 @@ def _claim(reply: list[Any]) -> Claim:
             return Ended(State(reply[1].decode()))
         case b"STALE":
             return Stale()
+        case b"POISON":
+            return Poison()
         case _:
             return Gone()
 
 
-def _reconciled(reply: Any) -> Publish | Ended | None:
+def _struck(reply: Any) -> Written | Poison:
+    return Poison() if isinstance(reply, list) and reply[0] == b"POISON" else written(reply)
+
+
+def _reconciled(reply: Any) -> Reconciled:
     if isinstance(reply, int):
         return None
-    return Publish(reply[1], reply[2]) if reply[0] == b"PUBLISH" else Ended(State(reply[1].decode()))
+    match reply[0]:
+        case b"PUBLISH":
+            return Publish(reply[1], reply[2])
+        case b"SETTLE":
+            tenant, state, *numbers = (part.decode() for part in reply[1:])
+            return Settle(tenant, State(state), *map(int, numbers))
+        case _:
+            return Ended(State(reply[1].decode()))
+
+
+def _idempotent(reply: Any) -> Idempotent:
+    if isinstance(reply, int):
+        return None
+    match reply[0]:
+        case b"OTHER":
+            return OtherBody()
+        case b"WAIT":
+            return InProgress(reply[1])
+        case _:
+            return Known(reply[1].decode())
 
 
 def _job(reply: list[bytes | None]) -> Job | None:

@@ -3,7 +3,8 @@
 One thread and one connection per home. Each round it takes every stream that has something due and sends all of it in
 one pipeline: chunks, terminal entries, lease renewals. What came meanwhile is due in the next round, so chunks grow
 by themselves when Redis or the way to it is slow. A chunk is kept until its stream has ended: whatever the store
-forgot can be written again from the position at which it says it stands.
+forgot can be written again from the position at which it says it stands. What is not durable is bounded: past the
+window the owner is told to pause, and to go on when the store has caught up.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Write(NamedTuple):
     call: calls.Call
     pos: int | None = None  # content up to here is durable then
     ends: bool = False
+    begins: bool = False
 
 
 class OwnedStream:
@@ -56,7 +58,9 @@ class OwnedStream:
         self.pieces: list[str] = []
         self.durable = 0  # tokens in the store
         self.outcome: Outcome | None = None
-        self.lost: calls.Fenced | calls.Gone | None = None  # why this process may no longer write
+        self.lost: calls.Fenced | calls.Gone | calls.Poison | None = None  # why this process may no longer write
+        self.begun = False  # the engine works on it
+        self.begun_is_out = False
         self.settled = threading.Event()  # ended in the store, or lost
         self._digest = entries.Digest()
         self._digested = 0
@@ -77,12 +81,16 @@ class OwnedStream:
         """Seconds until something is to be written; None when nothing waits."""
         if self.outcome is not None:
             return 0.0
-        waiting = len(self.token_ids) - self.durable
-        if not waiting:
+        if not self.waiting:
             return None
-        if waiting >= settings.flush_tokens or not self._first_is_out or self._pending_since is None:
+        if self.waiting >= settings.flush_tokens or not self._first_is_out or self._pending_since is None:
             return 0.0
         return max(0.0, self._pending_since + settings.flush_ms / 1000 - now)
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that are not durable yet."""
+        return len(self.token_ids) - self.durable
 
     def push(self, token_ids: Sequence[int], pieces: Sequence[str]) -> None:
         if self._pending_since is None:
@@ -109,11 +117,20 @@ class OwnedStream:
 
 
 class ChunkWriter:
-    """The writer of one home. `on_cancel` is called, from its thread, for a stream whose job is asked to stop."""
+    """The writer of one home. From its thread it calls `on_cancel` for a stream whose job is asked to stop, and
+    `on_room(False)` when its window is full, `on_room(True)` when it has room again."""
 
-    def __init__(self, settings: Settings, home: str, on_cancel: Callable[[OwnedStream], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        home: str,
+        on_cancel: Callable[[OwnedStream], None],
+        on_room: Callable[[bool], None] = lambda _: None,
+    ) -> None:
         self._settings = settings
         self._on_cancel = on_cancel
+        self._on_room = on_room
+        self._full = False
         self._client = connect.blocking(settings, home, timeout_s=settings.store_timeout_s)
         self._streams: dict[str, OwnedStream] = {}
         self._changed = threading.Condition()
@@ -139,6 +156,18 @@ class ChunkWriter:
                     stream.outcome = outcome
             self._changed.notify()
 
+    def begin(self, streams: Sequence[OwnedStream]) -> None:
+        """The engine is about to work on these."""
+        with self._changed:
+            for stream in streams:
+                stream.begun = True
+            self._changed.notify()
+
+    @property
+    def full(self) -> bool:
+        """Whether what is not durable fills the window."""
+        return self._full
+
     def remove(self, stream: OwnedStream) -> None:
         """Write nothing more of it; its lease is not renewed from now on."""
         with self._changed:
@@ -163,9 +192,19 @@ class ChunkWriter:
                 pause = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
                 failures += 1
                 log.warning("store away (%s), trying again in %.2f s", type(error).__name__, pause)
+                self._watch_window()
                 time.sleep(pause)
                 continue
             self._settle(work, replies)
+            self._watch_window()
+
+    def _watch_window(self) -> None:
+        with self._changed:
+            waiting = sum(stream.waiting for stream in self._streams.values())
+        window = self._settings.window_tokens
+        if self._full != (waiting >= (window // 2 if self._full else window)):
+            self._full = not self._full
+            self._on_room(not self._full)
 
     def _next_round(self) -> list[_Write]:
         """Wait until something is due. Empty when the writer is closed and everything is written."""
@@ -188,14 +227,15 @@ class ChunkWriter:
     def _due(self, stream: OwnedStream, now: float) -> list[_Write]:
         lease_ms = self._settings.lease_ms
         due: list[_Write] = []
+        if stream.begun and not stream.begun_is_out:
+            due.append(_Write(stream, calls.begin(stream.keys, stream.token), begins=True))
         if stream.due_in(now, self._settings) == 0.0:
             if chunk := stream.chunk():
                 due.append(_Write(stream, calls.append(stream.keys, stream.token, lease_ms, *chunk), pos=chunk[1]))
             if stream.outcome:
                 due.append(_Write(stream, _finish(stream, stream.outcome), ends=True))
-        elif now - stream.renewed_at >= self._settings.renew_ms / 1000:
-            due.append(_Write(stream, calls.renew(stream.keys, stream.token, lease_ms)))
-        if due:
+        if due or now - stream.renewed_at >= self._settings.renew_ms / 1000:
+            due = due or [_Write(stream, calls.renew(stream.keys, stream.token, lease_ms))]
             stream.renewed_at = now
         return due
 
@@ -224,6 +264,7 @@ class ChunkWriter:
             case calls.Accepted(cancel):
                 if write.pos is not None:
                     stream.durable = write.pos
+                stream.begun_is_out = stream.begun_is_out or write.begins
                 if write.ends:
                     self._forget(stream)
                 return cancel and stream.outcome is None

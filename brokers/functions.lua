@@ -10,10 +10,19 @@ Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
       owner    random token of the worker that may write; absent when nobody owns the job
       lease    ms; the owner is taken for lost after it
       cancel   "1" once asked for; outlives every restart
+      began    "1" once this owner's engine has worked on the job: only then can it be what killed the owner
+      crashes  owners that died over it; strikes, those of them since it last made progress, at pos struck
+      settled  "1" once its usage is on its tenant's account
       worker started ended finish usage_prompt usage_completion digest error_code error_message
   lb:r:{pNN}:out:<tenant>:<job>  stream. Entry id <pos>-0 is content, <pos>-n (n >= 1) control; see ARCHITECTURE.md
-  lb:r:{pNN}:live                zset of jobs that have not ended, by the ms at which the reconciler looks next
+  lb:r:{pNN}:live                zset of jobs that have not ended or are not settled, by the ms at which the
+                                 reconciler looks next
   lb:r:{pNN}:jobs:<tenant>       zset of a tenant's jobs by creation time
+  lb:r:{pNN}:idem:<tenant>:<h>   hash of an Idempotency-Key: body (digest), job (id), until (ms; in progress before)
+  lb:r:{t<tenant>}:usage:<day>   hash of counters: jobs, prompt_tokens, completion_tokens, and jobs by state
+  lb:r:{t<tenant>}:settled       zset of the jobs counted in them, by time
+
+A record whose state is `erased` is a tombstone: it outlives every message of its job.
 
 Replies: an integer >= 0 is success (append, renew: bit 1 = cancel was asked for); otherwise an array whose first
 element is a word: FENCED (another owner, or none), GONE (no such record), POS n (the stream stands at n), ...
@@ -24,7 +33,10 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
-local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, withdrawn = true }
+local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, withdrawn = true, erased = true }
+
+-- Deaths of a job's owners before the job is taken for their cause.
+local STRIKES, CRASHES = 3, 20
 
 local function get(record, ...)
   return redis.call('HMGET', record, ...)
@@ -57,14 +69,30 @@ local function finish(record, stream, live, now, outcome)
   redis.call('HDEL', record, 'owner', 'lease')
   redis.call('PEXPIRE', record, job[3])
   redis.call('PEXPIRE', stream, job[3])
-  redis.call('ZREM', live, job[1])
+  redis.call('ZADD', live, int(now), job[1]) -- to be settled
 end
 
 -- Ends a job that no worker holds: what it used is its prompt if ever a worker read it, and the text that is out.
-local function finish_unowned(record, stream, live, now, state)
+local function finish_unowned(record, stream, live, now, state, error_code, error_message)
   local job = get(record, 'attempt', 'prompt_tokens')
   local prompt = tonumber(job[1]) > 0 and tonumber(job[2]) or 0
-  finish(record, stream, live, now, { state = state, reason = state, prompt_tokens = prompt })
+  local reason = state == 'failed' and 'error' or state
+  finish(record, stream, live, now, { state = state, reason = reason, prompt_tokens = prompt,
+    error_code = error_code, error_message = error_message })
+end
+
+-- One more owner died over this job. True when that is enough.
+local function strike(record)
+  local job = get(record, 'pos', 'struck', 'strikes', 'crashes')
+  local pos, crashes = tonumber(job[1]), tonumber(job[4] or 0) + 1
+  local strikes = pos > tonumber(job[2] or -1) and 1 or tonumber(job[3]) + 1
+  redis.call('HSET', record, 'struck', pos, 'strikes', strikes, 'crashes', crashes)
+  return strikes >= STRIKES or crashes >= CRASHES
+end
+
+local function end_poisoned(record, stream, live, now)
+  finish_unowned(record, stream, live, now, 'failed', 'poison',
+    'The job was given up: workers died over it again and again.')
 end
 
 local function owned(record, token)
@@ -121,10 +149,10 @@ local function withdraw(keys, args)
 end
 
 -- KEYS record stream live; ARGV job gen worker token lease_ms.
--- OK pos attempt sealed | GONE | ENDED state | STALE | BUSY ms_left worker
+-- OK pos attempt sealed | GONE | ENDED state | STALE | BUSY ms_left worker | POISON
 local function claim(keys, args)
   local record, stream, live = keys[1], keys[2], keys[3]
-  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'worker', 'pos', 'attempt', 'sealed', 'started')
+  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'worker', 'pos', 'attempt', 'sealed', 'started', 'began')
   if not job[1] then return { 'GONE' } end
   if TERMINAL[job[1]] then return { 'ENDED', job[1] } end
   if tonumber(args[2]) < tonumber(job[2]) then return { 'STALE' } end
@@ -139,13 +167,35 @@ local function claim(keys, args)
     finish_unowned(record, stream, live, now, 'expired')
     return { 'ENDED', 'expired' }
   end
+  if job[1] == 'running' and job[10] and strike(record) then
+    end_poisoned(record, stream, live, now)
+    return { 'POISON' }
+  end
   local attempt = tonumber(job[7]) + 1
   local kind = attempt == 1 and 'started' or 'taken_over'
   control(record, stream, kind, cjson.encode({ worker = args[3], attempt = attempt }), now)
   redis.call('HSET', record, 'state', 'running', 'owner', args[4], 'lease', int(now + args[5]), 'worker', args[3],
     'attempt', attempt, 'started', job[9] or int(now))
+  redis.call('HDEL', record, 'began')
   redis.call('ZADD', live, int(now + args[5]), args[1])
   return { 'OK', tonumber(job[6]), attempt, job[8] }
+end
+
+-- KEYS record; ARGV token. The owner's engine works on the job from here on.
+local function begin(keys, args)
+  local mine, refusal = owned(keys[1], args[1])
+  if not mine then return refusal end
+  redis.call('HSET', keys[1], 'began', 1)
+  return mine.flags
+end
+
+-- KEYS record stream live; ARGV token. The owner's engine died over this job alone: 0, or POISON and it is over.
+local function struck(keys, args)
+  local mine, refusal = owned(keys[1], args[1])
+  if not mine then return refusal end
+  if not strike(keys[1]) then return 0 end
+  end_poisoned(keys[1], keys[2], keys[3], now_ms())
+  return { 'POISON' }
 end
 
 -- KEYS record; ARGV token lease_ms
@@ -184,7 +234,7 @@ local function release(keys, args)
   local mine, refusal = owned(keys[1], args[2])
   if not mine then return refusal end
   redis.call('HSET', keys[1], 'state', 'queued')
-  redis.call('HDEL', keys[1], 'owner', 'lease')
+  redis.call('HDEL', keys[1], 'owner', 'lease', 'began')
   redis.call('ZADD', keys[2], int(now_ms() + args[3]), args[1])
   return 0
 end
@@ -205,11 +255,16 @@ local function cancel(keys, args)
 end
 
 -- KEYS record stream live; ARGV job grace_ms check_ms assume_lost.
--- What the reconciler does with one job that is due: 0 nothing now | PUBLISH gen sealed | ENDED state
+-- What the reconciler does with one job that is due:
+-- 0 nothing now | PUBLISH gen sealed | ENDED state | SETTLE tenant state prompt_tokens completion_tokens ended
 -- assume_lost "1": the broker was seen to hold no message for a queued job.
 local function reconcile(keys, args)
   local record, stream, live, id = keys[1], keys[2], keys[3], args[1]
-  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'sealed')
+  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'sealed', 'usage_prompt', 'usage_completion', 'ended',
+    'tenant', 'settled', 'began')
+  if job[1] and TERMINAL[job[1]] and job[6] and not job[10] then
+    return { 'SETTLE', job[9], job[1], job[6], job[7], job[8] }
+  end
   if not job[1] or TERMINAL[job[1]] then
     redis.call('ZREM', live, id)
     return 0
@@ -225,16 +280,91 @@ local function reconcile(keys, args)
     finish_unowned(record, stream, live, now, over)
     return { 'ENDED', over }
   end
+  if job[1] == 'running' and job[11] and strike(record) then
+    end_poisoned(record, stream, live, now)
+    return { 'ENDED', 'failed' }
+  end
   local pause = math.min(tonumber(job[1] == 'queued' and args[3] or args[2]), tonumber(job[3]) - now)
   redis.call('ZADD', live, int(now + pause), id)
   if job[1] == 'queued' and args[4] ~= '1' then return 0 end
   local gen = tonumber(job[2]) + 1
   if job[1] == 'running' then
     redis.call('HSET', record, 'state', 'queued')
-    redis.call('HDEL', record, 'owner', 'lease')
+    redis.call('HDEL', record, 'owner', 'lease', 'began')
   end
   redis.call('HSET', record, 'gen', gen)
   return { 'PUBLISH', gen, job[5] }
+end
+
+-- KEYS usage settled; ARGV job state prompt_tokens completion_tokens keep_ms. 1 if counted now, 0 if it was before.
+local function account(keys, args)
+  if redis.call('ZSCORE', keys[2], args[1]) then return 0 end
+  local now = now_ms()
+  redis.call('HINCRBY', keys[1], 'jobs', 1)
+  redis.call('HINCRBY', keys[1], args[2], 1)
+  redis.call('HINCRBY', keys[1], 'prompt_tokens', args[3])
+  redis.call('HINCRBY', keys[1], 'completion_tokens', args[4])
+  redis.call('PEXPIRE', keys[1], args[5])
+  redis.call('ZREMRANGEBYSCORE', keys[2], '-inf', int(now - args[5]))
+  redis.call('ZADD', keys[2], int(now), args[1])
+  redis.call('PEXPIRE', keys[2], args[5])
+  return 1
+end
+
+-- KEYS record live; ARGV job. Its usage is on its tenant's account.
+local function settled(keys, args)
+  if redis.call('EXISTS', keys[1]) == 1 then redis.call('HSET', keys[1], 'settled', 1) end
+  redis.call('ZREM', keys[2], args[1])
+  return 0
+end
+
+-- KEYS record stream live index; ARGV job keep_ms. Ends the job if need be, and leaves nothing of it but a tombstone
+-- that outlives its messages. Its usage stays to be settled.
+local function erase(keys, args)
+  local record, stream, live, index = keys[1], keys[2], keys[3], keys[4]
+  local job = get(record, 'state', 'deadline', 'settled')
+  if not job[1] then return { 'GONE' } end
+  local now = now_ms()
+  if not TERMINAL[job[1]] then finish_unowned(record, stream, live, now, 'cancelled') end
+  redis.call('HSET', record, 'state', 'erased')
+  redis.call('HDEL', record, 'sealed', 'metadata', 'digest', 'error_message', 'owner', 'lease')
+  redis.call('UNLINK', stream)
+  redis.call('ZREM', index, args[1])
+  redis.call('PEXPIRE', record, int(math.max(tonumber(job[2]) - now, 0) + args[2]))
+  return 'erased'
+end
+
+-- KEYS idem; ARGV body job until_ms keep_ms.
+-- 0 it is ours to make | OTHER another body | WAIT ms_left in progress elsewhere | JOB id made, or perhaps made
+local function idempotent(keys, args)
+  local found = get(keys[1], 'body', 'job', 'until')
+  local now = now_ms()
+  if not found[1] then
+    redis.call('HSET', keys[1], 'body', args[1], 'job', args[2], 'until', int(now + args[3]))
+    redis.call('PEXPIRE', keys[1], args[4])
+    return 0
+  end
+  if found[1] ~= args[1] then return { 'OTHER' } end
+  local left = tonumber(found[3]) - now
+  if left > 0 then return { 'WAIT', left } end
+  return { 'JOB', found[2] }
+end
+
+-- KEYS idem; ARGV job. Its job has its confirm: whoever asks again gets it at once.
+local function answered(keys, args)
+  if redis.call('HGET', keys[1], 'job') == args[1] then redis.call('HSET', keys[1], 'until', 0) end
+  return 0
+end
+
+-- KEYS idem; ARGV job [next_job until_ms]. That job was never made: forget the key, or take it for the next try.
+local function unanswered(keys, args)
+  if redis.call('HGET', keys[1], 'job') ~= args[1] then return 0 end
+  if not args[2] then
+    redis.call('DEL', keys[1])
+  else
+    redis.call('HSET', keys[1], 'job', args[2], 'until', int(now_ms() + args[3]))
+  end
+  return 1
 end
 
 redis.register_function('lb1_create', create)
@@ -247,3 +377,11 @@ redis.register_function('lb1_finish', done)
 redis.register_function('lb1_release', release)
 redis.register_function('lb1_cancel', cancel)
 redis.register_function('lb1_reconcile', reconcile)
+redis.register_function('lb1_begin', begin)
+redis.register_function('lb1_struck', struck)
+redis.register_function('lb1_account', account)
+redis.register_function('lb1_settled', settled)
+redis.register_function('lb1_erase', erase)
+redis.register_function('lb1_idempotent', idempotent)
+redis.register_function('lb1_answered', answered)
+redis.register_function('lb1_unanswered', unanswered)

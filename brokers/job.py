@@ -48,9 +48,10 @@ class State(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"  # its deadline passed before it ended
     WITHDRAWN = "withdrawn"  # the client was told 503; it will never run
+    ERASED = "erased"  # its owner had it deleted; a tombstone, so that a late message finds it so
 
 
-TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED, State.EXPIRED, State.WITHDRAWN})
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED, State.EXPIRED, State.WITHDRAWN, State.ERASED})
 
 
 class FinishReason(StrEnum):

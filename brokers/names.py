@@ -72,6 +72,21 @@ def tenant_jobs(region: str, part: str, tenant: str) -> str:
     return f"lb:{region}:{part}:jobs:{tenant}"
 
 
+def idempotency(region: str, part: str, tenant: str, key_digest: str) -> str:
+    """Hash of one Idempotency-Key of a tenant; `part` is that of the digest."""
+    return f"lb:{region}:{part}:idem:{tenant}:{key_digest}"
+
+
+def usage(region: str, tenant: str, day: str) -> str:
+    """Hash of a tenant's usage in one UTC day, `2026-11-30`; it shares its slot with `settled`."""
+    return f"lb:{region}:{{t{tenant}}}:usage:{day}"
+
+
+def settled(region: str, tenant: str) -> str:
+    """Sorted set of the jobs that are in a tenant's usage."""
+    return f"lb:{region}:{{t{tenant}}}:settled"
+
+
 def wake(region: str, part: str, process: str) -> str:
     """Stream that interrupts a blocked XREAD of one API process."""
     return f"lb:{region}:{part}:wake:{process}"

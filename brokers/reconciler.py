@@ -57,12 +57,11 @@ class Reconciler:
         await self._publisher.open()
 
     async def sweep(self) -> int:
-        """Look at every job that is due once; how many were published again or ended."""
+        """Look at every job that is due once; how many were published again, ended or settled."""
         partitions = range(self._settings.partitions)
         due = await asyncio.gather(*(self._due(names.partition_at(index)) for index in partitions))
         jobs = [job_id for page in due for job_id in page]
-        done = [await self._try(job_id) for job_id in jobs]
-        return sum(done)
+        return sum(await asyncio.gather(*map(self._try, jobs)))
 
     async def _try(self, job_id: str) -> bool:
         """One job's trouble is its own; an outage ends the sweep."""
@@ -99,12 +98,24 @@ class Reconciler:
         assume_lost = job.state is State.QUEUED and await self._no_message(job)
         call = calls.reconcile(job_id, keys, self._settings, assume_lost=assume_lost)
         verdict = await self._store.call(call)
-        if isinstance(verdict, calls.Publish):
-            await self._publish_again(job, verdict)
+        match verdict:
+            case calls.Publish():
+                await self._publish_again(job, verdict)
+            case calls.Settle():
+                await self._settle(job, verdict)
+            case calls.Ended():
+                log.info("job %s ended as %s", job.id, verdict.state)
         return verdict is not None
 
+    async def _settle(self, job: Job, settle: calls.Settle) -> None:
+        """Usage goes on the tenant's account once: the account knows the job, should we die before the second call."""
+        keep_ms = self._settings.usage_kept_s * 1000
+        await self._store.call(calls.account(job.id, job.home, settle, keep_ms))
+        await self._store.call(calls.settled(job.id, calls.keys(job, self._settings.partitions)))
+
     async def _publish_again(self, job: Job, verdict: calls.Publish) -> None:
-        log.warning("job %s was %s with nobody at it: published again as generation %d", job.id, job.state, verdict.gen)
+        why = "due" if job.state is State.ACCEPTED else f"{job.state} with nobody at it"
+        log.warning("job %s was %s: published as generation %d", job.id, why, verdict.gen)
         sealed = self._sealer.reseal(job, verdict.sealed, verdict.gen)
         await self._publisher.publish(msgspec.structs.replace(job, gen=verdict.gen), sealed)
         await self._store.queued(job)

@@ -60,6 +60,7 @@ class Settings(BaseSettings):
     retention_s: Annotated[int, Field(ge=60)] = 24 * 3600  # record and stream outlive the job's last change by this
     default_expires_s: Annotated[int, Field(ge=1)] = 3600  # deadline of a job that names none
     max_expires_s: Annotated[int, Field(ge=1)] = 6 * 3600
+    usage_kept_s: Annotated[int, Field(ge=3600)] = 90 * 24 * 3600  # tenants' usage by day
     queue_max_length: Annotated[int, Field(ge=1)] = 100_000  # the last dam: RabbitMQ rejects the publish above it
 
     # Workers
@@ -72,6 +73,8 @@ class Settings(BaseSettings):
     renew_ms: Annotated[int, Field(ge=100)] = 1000
     flush_tokens: Annotated[int, Field(ge=1)] = 8  # a chunk is written at this many tokens ...
     flush_ms: Annotated[int, Field(ge=0)] = 25  # ... or after this time, the first token at once
+    window_tokens: Annotated[int, Field(ge=16)] = 4096  # not durable in one home; then its sequences pause
+    engine_hang_s: Annotated[float, Field(gt=0)] = 30.0  # an engine that reports nothing this long is killed
     drain_s: Annotated[float, Field(ge=0)] = 30.0  # what runs longer after SIGTERM is handed back
 
     # The reconciler

@@ -53,6 +53,11 @@ class Store:
         state: State | None = await self.call(calls.cancel(job, self._keys(job)))
         return state
 
+    async def erase(self, job: Job) -> State | None:
+        """End it if need be, and leave a tombstone; None when the record is gone already."""
+        state: State | None = await self.call(calls.erase(job, self._keys(job), self._settings))
+        return state
+
     async def get(self, job_id: str) -> Job | None:
         if home_of(job_id) != self.region:
             return None
@@ -74,6 +79,12 @@ class Store:
 
     def stream_key(self, job: Job) -> str:
         return self._keys(job).stream
+
+    async def usage(self, tenant: str, day: str) -> dict[str, int]:
+        """A tenant's settled usage in one UTC day, `2026-11-30`: jobs, tokens, and jobs by state."""
+        key = names.usage(self.region, tenant, day)
+        counted = await self.call(calls.Call(("HGETALL", key), lambda reply: reply))
+        return {name.decode(): int(count) for name, count in counted.items()}
 
     def live_keys(self) -> list[str]:
         """The sorted sets of this region's jobs that have not ended."""

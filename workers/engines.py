@@ -1,8 +1,8 @@
 """The engine of one model in this worker, the runs that are in it, and its restarts.
 
 What an engine brings goes straight to the stream of each run; the job's own thread only waits for the end. An engine
-that dies is started again and its runs go on from what they had; one that keeps dying while a run makes no progress
-takes that run down, not its neighbours.
+that dies, or falls silent, is started again and its runs go on from what they had, suspects apart from the others
+(isolation.py); one that does not start three times in a row takes this model out of the worker.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+from brokers import calls, connect
 from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream
 from brokers.job import Failure, FinishReason, State
 from brokers.settings import Settings
 from workers.engine.host import EngineGone, EngineHost, EngineOptions, EngineStartError
 from workers.engine.protocol import Output, Request, Stats
+from workers.isolation import PROBATION, Isolation
 
 log = logging.getLogger(__name__)
 
-_STRIKES = 3  # engine deaths without progress of a run, after which the run fails
-_RESTART_S = (0.0, 1.0, 2.0, 5.0)
+_START_FAILURES = 3
+_RESTART_S = (0.0, 1.0, 2.0)  # before each try to start again
+_OUT_OF_SERVICE_S = 30.0  # between tries once the model is out
+_WATCH_S = 0.5
 
 
 class Intent(Enum):
@@ -32,7 +36,7 @@ class Intent(Enum):
 
     CANCEL = "cancel"
     HAND_BACK = "hand_back"  # another worker goes on with it
-    DROP = "drop"  # it is another worker's already
+    DROP = "drop"  # it is not ours any more
 
 
 class Run:
@@ -44,19 +48,30 @@ class Run:
         self.request = request
         self.intent: Intent | None = None
         self.out_of_engine = threading.Event()
-        self.strikes = 0
-        self.length_at_strike = -1
+        self.begun = False  # in the engine's batch
+        self.since_submitted = 0  # tokens
+
+    @property
+    def seq(self) -> str:
+        return self.request.seq
 
 
 class ModelEngine:
-    """One model's engine and its runs. Thread-safe."""
+    """One model's engine and its runs. Thread-safe.
 
-    def __init__(self, model: str, folder: Path, settings: Settings) -> None:
+    `on_service(False)` is called when the engine will not start, `on_service(True)` when it does again.
+    """
+
+    def __init__(self, model: str, folder: Path, settings: Settings, on_service: Callable[[str, bool], None]) -> None:
         self.model = model
+        self.restarts = 0
+        self.in_service = True
+        self._settings = settings
+        self._on_service = on_service
         self._runs: dict[str, Run] = {}
+        self._isolation = Isolation()
         self._lock = threading.RLock()
         self._stopping = threading.Event()
-        self.restarts = 0
         options = EngineOptions(
             slots=settings.slots,
             kv_tokens=settings.kv_tokens,
@@ -64,13 +79,14 @@ class ModelEngine:
             device=settings.device,
             dtype=settings.dtype,
         )
-        self._host = EngineHost(folder, options, self._on_outputs, self._on_exit)
+        self._host = EngineHost(folder, options, self._on_outputs, self._on_exit, self._on_begin)
 
     def start(self) -> None:
         """Load the model. Raises EngineStartError."""
         began = time.monotonic()
         self._host.start()
         log.info("engine of %s ready in %.1f s", self.model, time.monotonic() - began)
+        threading.Thread(target=self._watch, name=f"watch-{self.model}", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -93,24 +109,43 @@ class ModelEngine:
 
     def submit(self, run: Run) -> None:
         with self._lock:
-            self._runs[run.request.seq] = run
-            self._send(run)
+            self._runs[run.seq] = run
+            if self._isolation.admit(run.seq):
+                self._send([run.seq])
 
     def take_out(self, run: Run, intent: Intent) -> None:
         """End a run early; its slot is free before the next step."""
         with self._lock:
             run.intent = run.intent or intent
-        self._tell(lambda: self._host.abort(run.request.seq))
+            if self._runs.get(run.seq) is run and not self._isolation.runs(run.seq):
+                self._leave(run)  # it waits outside the engine
+                return
+        self._host.abort(run.seq)
 
-    # --- from the host's reader thread --------------------------------------------------------------------------
+    def make_room(self, writer: ChunkWriter, *, room: bool) -> None:
+        """Pause what goes to a home whose window is full, or let it go on."""
+        tell = self._host.resume if room else self._host.pause
+        for run in self.runs():
+            if run.writer is writer:
+                tell(run.seq)
+
+    # --- from the host's thread ---------------------------------------------------------------------------------
+
+    def _on_begin(self, seqs: list[str]) -> None:
+        by_writer: dict[ChunkWriter, list[OwnedStream]] = {}
+        with self._lock:
+            for run in filter(None, map(self._runs.get, seqs)):
+                run.begun = True
+                by_writer.setdefault(run.writer, []).append(run.stream)
+        for writer, streams in by_writer.items():
+            writer.begin(streams)
 
     def _on_outputs(self, outputs: list[Output]) -> None:
         by_writer: dict[ChunkWriter, list[tuple[OwnedStream, tuple[int, ...], tuple[str, ...], Outcome | None]]] = {}
         with self._lock:
             found = [(run, output) for output in outputs if (run := self._runs.get(output.seq))]
-            for _, output in found:
-                if output.finish:
-                    del self._runs[output.seq]
+            for run, output in found:
+                self._progress(run, output)
         for run, output in found:
             outcome = _outcome(output, run.intent) if output.finish else None
             by_writer.setdefault(run.writer, []).append((run.stream, output.tokens, output.pieces, outcome))
@@ -120,6 +155,14 @@ class ModelEngine:
             if output.finish:
                 run.out_of_engine.set()
 
+    def _progress(self, run: Run, output: Output) -> None:
+        on_probation = run.since_submitted < PROBATION
+        run.since_submitted += len(output.tokens)
+        if output.finish:
+            del self._runs[run.seq]
+        if output.finish or (on_probation and run.since_submitted >= PROBATION):
+            self._send(self._isolation.cleared(run.seq))
+
     def _on_exit(self, reason: str) -> None:
         if self._stopping.is_set():
             return
@@ -127,52 +170,110 @@ class ModelEngine:
         self.restarts += 1
         threading.Thread(target=self._restart, name=f"restart-{self.model}", daemon=True).start()
 
+    # --- restarts -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Kill an engine that is stuck: a hang is a crash that nobody sees."""
+        while not self._stopping.wait(_WATCH_S):
+            if self._host.alive and self._host.silent_s > self._settings.engine_hang_s:
+                log.error("engine of %s says nothing since %.0f s: killed", self.model, self._host.silent_s)
+                self._host.kill()
+
     def _restart(self) -> None:
-        for pause in (*_RESTART_S, *(_RESTART_S[-1:] * 1000)):
-            if self._stopping.wait(pause):
-                return
+        if not self._start_again():
+            return
+        with self._lock:
+            begun = [run.seq for run in self._runs.values() if run.begun]
+            others = [run.seq for run in self._runs.values() if not run.begun and self._isolation.runs(run.seq)]
+            for run in self._runs.values():
+                run.begun = False
+            verdict = self._isolation.crashed(begun, others)
+            struck = self._runs.get(verdict.struck) if verdict.struck else None
+            if struck is None:
+                self._send(verdict.run)
+        if struck:
+            self._strike(struck)
+
+    def _start_again(self) -> bool:
+        """Until the engine is up. False when the worker stops meanwhile."""
+        failures = 0
+        while not self._stopping.wait(_RESTART_S[failures] if failures < _START_FAILURES else _OUT_OF_SERVICE_S):
             try:
                 self._host.start()
-                break
             except EngineStartError as error:
+                failures += 1
                 log.error("engine of %s does not start: %s", self.model, error)
-        with self._lock:
-            for run in list(self._runs.values()):
-                self._strike(run)
+                if failures == _START_FAILURES:
+                    self._serve(False)
+            else:
+                self._serve(True)
+                return True
+        return False
+
+    def _serve(self, in_service: bool) -> None:
+        if in_service == self.in_service:
+            return
+        self.in_service = in_service
+        self._on_service(self.model, in_service)
+        if not in_service:
+            with self._lock:
+                for run in list(self._runs.values()):
+                    run.intent = run.intent or Intent.HAND_BACK
+                    self._leave(run)
 
     def _strike(self, run: Run) -> None:
-        length = len(run.stream.token_ids)
-        run.strikes = 1 if length > run.length_at_strike else run.strikes + 1
-        run.length_at_strike = length
-        if run.strikes < _STRIKES:
-            self._send(run)
+        """It was alone in the engine when that died. The store counts, so that it counts over all workers."""
+        call = calls.struck(run.stream.keys, run.stream.token)
+        while not self._stopping.is_set():
+            try:
+                verdict = connect.send(run.writer.client, call)
+                break
+            except connect.ERRORS as error:
+                log.warning("strike of %s: store away (%s)", run.seq, type(error).__name__)
+                self._stopping.wait(1.0)
+        else:
             return
-        failure = Failure("engine_failed", f"The engine died {_STRIKES} times while it ran this job.")
-        self._end(run, Outcome(State.FAILED, FinishReason.ERROR, failure))
+        with self._lock:
+            if isinstance(verdict, calls.Accepted):
+                self._send([run.seq])
+                return
+            run.stream.lost = verdict
+            self._leave(run)
+        run.writer.remove(run.stream)
 
-    def _end(self, run: Run, outcome: Outcome) -> None:
-        self._runs.pop(run.request.seq, None)
-        run.writer.push([(run.stream, (), (), outcome)])
+    def _leave(self, run: Run) -> None:
+        """Out of this engine without an output of its own."""
+        self._runs.pop(run.seq, None)
+        if run.intent is Intent.CANCEL:
+            run.writer.push([(run.stream, (), (), Outcome(State.CANCELLED, FinishReason.CANCELLED))])
         run.out_of_engine.set()
+        self._send(self._isolation.cleared(run.seq))
 
-    def _send(self, run: Run) -> None:
-        output = tuple(run.stream.token_ids)
-        request = Request(
-            seq=run.request.seq,
-            prompt=run.request.prompt,
-            output=output,
-            sampling=run.request.sampling,
-            choice=run.request.choice,
-            priority=run.request.priority,
-            deadline=run.request.deadline,
-        )
-        self._tell(lambda: self._host.submit(request))
-        if run.intent:
-            self._tell(lambda: self._host.abort(run.request.seq))
+    # --- to the host --------------------------------------------------------------------------------------------
 
-    def _tell(self, say: Callable[[], None]) -> None:
-        with suppress(EngineGone):  # the restart sends every run again, and takes out those that are to go
-            say()
+    def _send(self, seqs: Iterable[str]) -> None:
+        for run in filter(None, map(self._runs.get, seqs)):
+            run.since_submitted = 0
+            with suppress(EngineGone):  # the restart sends every run again, and takes out those that are to go
+                self._host.submit(_resumed(run))
+            if run.intent:
+                self._host.abort(run.seq)
+            elif run.writer.full:
+                self._host.pause(run.seq)
+
+
+def _resumed(run: Run) -> Request:
+    """The run's request, to go on after what it has."""
+    r = run.request
+    return Request(
+        seq=r.seq,
+        prompt=r.prompt,
+        output=tuple(run.stream.token_ids),
+        sampling=r.sampling,
+        choice=r.choice,
+        priority=r.priority,
+        deadline=r.deadline,
+    )
 
 
 def _outcome(output: Output, intent: Intent | None) -> Outcome | None:

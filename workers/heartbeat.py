@@ -59,4 +59,7 @@ class Heartbeat(threading.Thread):
     def _state(self) -> str:
         if self._runtime.draining.is_set():
             return "draining"
-        return "ready" if all(engine.alive for engine in self._runtime.engines.values()) else "engine_down"
+        engines = self._runtime.engines.values()
+        if not all(engine.in_service for engine in engines):
+            return "out_of_service"
+        return "ready" if all(engine.alive for engine in engines) else "engine_down"

@@ -44,7 +44,7 @@ class EngineStep(bootsteps.StartStopStep):
     def start(self, worker: Any) -> None:
         settings = load()
         consumed = set(worker.app.amqp.queues.consume_from)
-        self._runtime = runtime.Runtime(settings, worker.hostname, served_models(settings, consumed))
+        self._runtime = runtime.Runtime(settings, worker.hostname, served_models(settings, consumed), self._on_service)
         self._runtime.start()
         runtime.install(self._runtime)
         self._heartbeat = Heartbeat(self._runtime, os.getpid())
@@ -73,6 +73,14 @@ class EngineStep(bootsteps.StartStopStep):
         # The consumer belongs to the event loop's thread, which this handler interrupts.
         self._worker.consumer.hub.call_soon(self._stop_consuming)
         self._drain.start()
+
+    def _on_service(self, model: str, in_service: bool) -> None:
+        """An engine that does not start takes its model out of this worker, until it does."""
+        consumer, region = self._worker.consumer, load().region
+        act = consumer.add_task_queue if in_service else consumer.cancel_task_queue
+        log.error("model %s is %s here", model, "in service again" if in_service else "out of service")
+        for lane in Lane:
+            consumer.hub.call_soon(act, names.queue(region, model, lane))
 
     def _stop_consuming(self) -> None:
         consumer = self._worker.consumer

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from typing import Any
 
 from redis import Redis
 
@@ -35,6 +36,10 @@ class HandedBackError(Exception):
     """The job is to be run by another worker: the message goes back to its queue."""
 
 
+class PoisonError(Exception):
+    """Workers died over the job too often: its message goes to the dead-letter queue."""
+
+
 class JobFailedError(Exception):
     """The job ended failed; the store and the stream say why."""
 
@@ -48,14 +53,22 @@ class Runner:
     def run(self, envelope: Envelope) -> str:
         """Run a message's job to its end; the state it ended in, or why there was nothing to do.
 
-        Raises HandedBackError when the worker drains, JobFailedError when the job ended failed.
+        Raises HandedBackError when the worker drains, PoisonError when the job was given up, JobFailedError when it
+        ended failed.
         """
+        engine = self._runtime.engines.get(envelope.model)
+        if engine and not engine.in_service:
+            raise HandedBackError
         if found := self._runtime.find(envelope.job):
             return self._wait(*found)  # delivered again after a lost connection: adopted, nothing starts anew
         job = envelope.to_job()
         writer = self._runtime.writer(job.home)
         token = secrets.token_hex(8)
         claimed = self._claim(job, writer, token)
+        if isinstance(claimed, calls.Gone) and self._rebuild(envelope, job, writer):
+            claimed = self._claim(job, writer, token)
+        if isinstance(claimed, calls.Poison):
+            raise PoisonError
         if not isinstance(claimed, calls.Claimed):
             return _nothing_to_do(claimed)
         stream = OwnedStream(job, calls.keys(job, self._runtime.settings.partitions), token)
@@ -69,17 +82,36 @@ class Runner:
         keys = calls.keys(job, settings.partitions)
         call = calls.claim(job, keys, worker=self._runtime.name, token=token, lease_ms=settings.lease_ms)
         while True:
-            if self._runtime.draining.is_set():
-                raise HandedBackError
-            try:
-                claim: calls.Claim = connect.send(writer.client, call)
-            except connect.ERRORS as error:
-                log.warning("claim of %s: store away (%s)", job.id, type(error).__name__)
-                time.sleep(_STORE_RETRY_S)
-                continue
+            claim: calls.Claim = self._ask_until_answered(writer, call)
             if not isinstance(claim, calls.Busy):
                 return claim
             time.sleep(min(claim.left_ms / 1000 + 0.01, _BUSY_S))
+
+    def _ask_until_answered(self, writer: ChunkWriter, call: calls.Call) -> Any:
+        """Raises HandedBackError when the worker drains meanwhile."""
+        while not self._runtime.draining.is_set():
+            try:
+                return connect.send(writer.client, call)
+            except connect.ERRORS as error:
+                log.warning("%s: store away (%s)", call.command[1], type(error).__name__)
+                time.sleep(_STORE_RETRY_S)
+        raise HandedBackError
+
+    def _rebuild(self, envelope: Envelope, job: Job, writer: ChunkWriter) -> bool:
+        """Write the record again that the store lost, from the message. An erased job has a tombstone instead, and one
+        past its deadline is over."""
+        if time.time() * 1000 >= job.deadline_ms:
+            return False
+        sealer, settings = self._runtime.sealer, self._runtime.settings
+        try:
+            sealed = sealer.seal(first_generation(job), sealer.open(job, envelope.sealed_spec()))
+        except (SealBroken, UnknownSealKey) as error:
+            log.error("job %s: its record is lost and its message does not open: %s", job.id, error.message)
+            return False
+        log.warning("job %s: the store has no record of it; rebuilt from its message", job.id)
+        keys = calls.keys(job, settings.partitions)
+        self._ask_until_answered(writer, calls.create(job, sealed, keys, settings))
+        return True
 
     # --- generating -------------------------------------------------------------------------------------------
 
@@ -135,6 +167,8 @@ class Runner:
             log.warning("release of %s: %s; its lease will run out", stream.job.id, type(error).__name__)
 
     def _report(self, stream: OwnedStream) -> str:
+        if isinstance(stream.lost, calls.Poison):
+            raise PoisonError
         if stream.lost:
             return "fenced" if isinstance(stream.lost, calls.Fenced) else "gone"
         if stream.outcome is None:  # handed back while this thread waited for somebody else's run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from brokers import calls, connect, names
 from brokers.chunk_writer import ChunkWriter, OwnedStream
@@ -19,13 +20,19 @@ log = logging.getLogger(__name__)
 class Runtime:
     """Made when the worker starts, before it consumes; `current()` finds it from a task."""
 
-    def __init__(self, settings: Settings, name: str, models: list[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        models: list[str],
+        on_service: Callable[[str, bool], None] = lambda *_: None,
+    ) -> None:
         self.settings = settings
         self.name = name
         self.sealer = Sealer(settings)
         self.draining = threading.Event()
         registry = Registry(settings.models_dir)
-        self.engines = {model: ModelEngine(model, registry.get(model).folder, settings) for model in models}
+        self.engines = {model: ModelEngine(model, registry.get(model).folder, settings, on_service) for model in models}
         self.cards = {model: registry.get(model).card for model in models}
         self._writers: dict[str, ChunkWriter] = {}
         self._lock = threading.Lock()
@@ -47,7 +54,9 @@ class Runtime:
         """The writer to a home's store, opened at first use."""
         with self._lock:
             if home not in self._writers:
-                self._writers[home] = ChunkWriter(self.settings, home, self._cancel_asked)
+                self._writers[home] = ChunkWriter(
+                    self.settings, home, self._cancel_asked, lambda room: self._make_room(home, room)
+                )
                 _Hints(self, home).start()
             return self._writers[home]
 
@@ -83,6 +92,11 @@ class Runtime:
 
     def running(self) -> int:
         return sum(len(engine.runs()) for engine in self.engines.values())
+
+    def _make_room(self, home: str, room: bool) -> None:
+        log.warning("home %s %s", home, "has caught up: going on" if room else "is behind: its sequences pause")
+        for engine in self.engines.values():
+            engine.make_room(self._writers[home], room=room)
 
     def _cancel_asked(self, stream: OwnedStream) -> None:
         self.cancel(stream.job.id)

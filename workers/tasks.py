@@ -11,7 +11,7 @@ from celery.worker.request import Request
 from brokers import envelope, names
 from brokers.job import Kind, State
 from workers import runtime
-from workers.runner import HandedBackError, JobFailedError, Runner
+from workers.runner import HandedBackError, JobFailedError, PoisonError, Runner
 
 
 class JobRequest(Request):
@@ -36,6 +36,8 @@ def generate_text(self: Task, **kwargs: Any) -> str:
         state = Runner(worker).run(message)
     except HandedBackError:
         raise Reject("handed back", requeue=True) from None
+    except PoisonError:
+        raise Reject("poison", requeue=False) from None  # to the dead-letter queue
     if state == State.CANCELLED:
         self.send_event("task-revoked", terminated=True, signum=None, expired=False)
         raise Ignore

@@ -32,6 +32,7 @@ class Child:
 
     def __init__(self, engine: Engine, text: TextStage, channel: socket.socket) -> None:
         self._engine = engine
+        engine.on_begin = lambda seqs: self._tell(wire.Begun(seqs))
         self._text = text
         self._channel = channel
         self._frames = wire.Frames()

@@ -15,11 +15,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -48,8 +49,8 @@ class EngineHost:
     """One engine, restarted by calling start() again. All methods may be called from any thread.
 
     `on_outputs` gets each step's released outputs on the host's thread, and should return soon: the engine does not
-    run far ahead of it. `on_exit` is told there why a ready child ended, unless stop() asked for it. Neither may call
-    start() or stop().
+    run far ahead of it. `on_begin` gets the sequences that a step is about to work on for the first time. `on_exit`
+    is told there why a ready child ended, unless stop() asked for it. None of them may call start() or stop().
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class EngineHost:
         options: EngineOptions,
         on_outputs: Callable[[list[Output]], None],
         on_exit: Callable[[str], None],
+        on_begin: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
         self._folder = folder
         self._options = options
-        self._on_outputs = on_outputs
-        self._on_exit = on_exit
+        self._told = _Told(on_outputs, on_exit, on_begin)
         self._lock = threading.Lock()  # of start and stop
         self._life: _Life | None = None
 
@@ -71,7 +72,7 @@ class EngineHost:
         with self._lock:
             if self.alive:
                 raise EngineStartError("the engine is already running")
-            self._life = _Life(self._folder, self._options, self._on_outputs, self._on_exit)
+            self._life = _Life(self._folder, self._options, self._told)
             return self._life.begin(timeout)
 
     def submit(self, request: Request) -> None:
@@ -96,6 +97,16 @@ class EngineHost:
         return self._life.stats if self._life else None
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the child last said anything; it reports twice a second, between steps."""
+        return time.monotonic() - self._life.heard if self._life else 0.0
+
+    def kill(self) -> None:
+        """End a child that hangs; `on_exit` follows."""
+        if self._life:
+            self._life.kill()
+
+    @property
     def alive(self) -> bool:
         return self._life is not None and self._life.alive
 
@@ -114,6 +125,14 @@ class EngineHost:
         return life is not None and life.tell(command)
 
 
+class _Told(NamedTuple):
+    """Who hears of a child."""
+
+    outputs: Callable[[list[Output]], None]
+    exit: Callable[[str], None]
+    begin: Callable[[list[str]], None]
+
+
 class _Life:
     """One child process, from spawn to burial."""
 
@@ -121,14 +140,13 @@ class _Life:
         self,
         folder: Path,
         options: EngineOptions,
-        on_outputs: Callable[[list[Output]], None],
-        on_exit: Callable[[str], None],
+        told: _Told,
     ) -> None:
         self.stats: Stats | None = None
+        self.heard = time.monotonic()  # a report
         self._folder = folder
         self._options = options
-        self._on_outputs = on_outputs
-        self._on_exit = on_exit
+        self._told = told
         self._process: subprocess.Popen[str] | None = None
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._capabilities: Capabilities | None = None
@@ -169,6 +187,10 @@ class _Life:
             self._process.kill()
         self._thread.join()
 
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
     def _live(self) -> None:
         ours, theirs = socket.socketpair()
         try:
@@ -192,7 +214,7 @@ class _Life:
             self._settled.set()
             ours.close()
         if self._capabilities is not None and not self._asked:
-            self._on_exit(f"the engine's process ended with code {process.returncode}{self._last_words()}")
+            self._told.exit(f"the engine's process ended with code {process.returncode}{self._last_words()}")
 
     def _spawn(self, channel: socket.socket) -> subprocess.Popen[str]:
         threads = self._options.threads or max(1, wire.usable_cores() - 1)
@@ -213,6 +235,7 @@ class _Life:
     def _read(self, channel: socket.socket) -> None:
         frames = wire.Frames()
         while data := _receive(channel):
+            self.heard = time.monotonic()
             for report in wire.reports(frames.feed(data)):
                 self._hear(report)
 
@@ -222,13 +245,15 @@ class _Life:
                 self._deliver(outputs)
             case wire.StatsReport(stats):
                 self.stats = stats
+            case wire.Begun(seqs):
+                self._told.begin(seqs)
             case wire.Ready(capabilities):
                 self._capabilities = capabilities
                 self._settled.set()
 
     def _deliver(self, outputs: list[Output]) -> None:
         try:
-            self._on_outputs(outputs)
+            self._told.outputs(outputs)
         except Exception:  # one bad consumer must not end the stream of all others
             log.exception("a consumer of engine outputs failed")
 

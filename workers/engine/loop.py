@@ -54,6 +54,7 @@ class BatchEngine:
         self._clock = clock
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
         self._ended: list[Output] = []  # ends that happened between two steps
+        self.on_begin: Callable[[list[str]], None] = lambda _: None
         self._steps = self._generated = self._prefilled = 0
         self._last_token: float | None = None
 
@@ -84,6 +85,8 @@ class BatchEngine:
     def step(self) -> list[Output]:
         self._expire()
         plan = self._scheduler.schedule()
+        if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.cached]:
+            self.on_begin(begun)
         drawn = self._model.run(plan) if plan else []
         self._scheduler.advance(plan)
         return self._postprocess(plan, drawn)

@@ -7,6 +7,7 @@ in one thread of a process of its own: nothing here needs a lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -77,6 +78,10 @@ class Stats(msgspec.Struct, frozen=True):
 
 class Engine(Protocol):
     """One model on one device."""
+
+    on_begin: Callable[[list[str]], None]
+    """Called within step() with the sequences it is about to work on for the first time: should the process die of one
+    of them, its owner knows whom to suspect."""
 
     @property
     def capabilities(self) -> Capabilities: ...

@@ -45,6 +45,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     capabilities: Capabilities
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    seqs: list[str]
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[Output]
 
@@ -54,7 +58,7 @@ class StatsReport(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Submit | Abort | Pause | Resume | Stop
-Report = Ready | Outputs | StatsReport
+Report = Ready | Begun | Outputs | StatsReport
 
 _LENGTH = Struct("!I")
 _encoder = msgspec.msgpack.Encoder()

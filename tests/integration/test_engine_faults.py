@@ -1,0 +1,87 @@
+"""A real worker whose engine process dies or hangs over some of its jobs: they end, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from brokers import management, names
+from brokers.job import Sampling
+from brokers.settings import Settings
+from compose import commands
+from compose.servers import Process
+from tests.integration.test_worker import Client, end_of, text_of, wait_until_it_consumes
+from tests.platform import SCRIPTED_MODEL
+
+SAMPLING = Sampling(max_tokens=60, seed=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def worker(state: Path, settings: Settings) -> Iterator[Process]:
+    from brokers import topology
+
+    topology.declare(settings, [SCRIPTED_MODEL])
+    process = Process(
+        "fragile",
+        commands.worker(settings, [SCRIPTED_MODEL], name="fragile"),
+        env=commands.environment(state / "lingbot.toml", engine_hang_s=2.0),
+        log=state / "logs" / "fragile.log",
+        pid_file=state / "run" / "fragile.pid",
+    )
+    process.spawn()
+    try:
+        wait_until_it_consumes(process, settings)
+        yield process
+    finally:
+        process.stop(grace_s=10)
+
+
+@pytest.fixture
+async def client(settings: Settings, worker: Process) -> AsyncIterator[Client]:
+    client = Client(settings)
+    await client.store.open()
+    await client.publisher.open()
+    await client.reader.open()
+    yield client
+    await client.reader.close()
+    await client.publisher.close()
+    await client.store.close()
+
+
+async def dead_letters(settings: Settings) -> int:
+    return await management.queue_depth(settings, settings.region, names.dead_queue(settings.region)) or 0
+
+
+@pytest.mark.parametrize("order", ["!crash@0", "!crash@1", "!crash@20"])
+async def test_a_poison_job_ends_alone(client: Client, order: str) -> None:
+    before = await dead_letters(client.settings)
+    poison = await client.submit(f"poison {order}", SAMPLING)
+    others = [await client.submit(f"innocent {n} !slow@1", SAMPLING) for n in range(15)]
+    found = await asyncio.gather(*(client.read(job) for job in others))
+    assert {str(end_of(one)["status"]) for one in found} == {"succeeded"}
+    end = end_of(await client.read(poison))
+    assert end["status"] == "failed"
+    assert end["error"] == {
+        "code": "poison",
+        "message": "The job was given up: workers died over it again and again.",
+    }
+    records = [await client.store.get(job.id) for job in others]
+    assert {record.attempt for record in records if record} == {1}
+    async with asyncio.timeout(15):
+        while await dead_letters(client.settings) == before:
+            await asyncio.sleep(0.2)
+
+
+async def test_an_engine_that_hangs_is_restarted_and_its_jobs_go_on(client: Client) -> None:
+    hanging = await client.submit("stuck !hang@10", SAMPLING)
+    others = [await client.submit(f"waiting {n}", SAMPLING) for n in range(4)]
+    again = [await client.submit(f"waiting {n}", SAMPLING) for n in range(4)]
+    texts = [text_of(found) for found in await asyncio.gather(*(client.read(job) for job in [*others, *again]))]
+    assert texts[:4] == texts[4:]
+    assert end_of(await client.read(hanging))["error"] == {
+        "code": "poison",
+        "message": "The job was given up: workers died over it again and again.",
+    }
