@@ -23,23 +23,39 @@ def is_free(port: int) -> bool:
     return True
 
 
+def reserve(port: int) -> socket.socket | None:
+    """Keep other platforms off a port between choosing it and listening on it; None when one of them has it.
+
+    An abstract Unix socket is a lock that the kernel drops with its process, and it is per network namespace, as
+    ports are."""
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(f"\0lingbot-port-{port}")
+    except OSError:
+        held.close()
+        return None
+    return held
+
+
 class PortBook:
-    """Who listens where, remembered in a JSON file when one is given."""
+    """Who listens where, remembered in a JSON file when one is given. It holds its ports as long as it lives."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._ports: dict[str, int] = _read(path) if path else {}
-        self._given: set[int] = set()
+        self._given: dict[int, socket.socket] = {}
 
     def take(self, name: str, preferred: int | None = None) -> int:
         """The port of `name`: the one it had if that is free, else the preferred one or the next free one above it,
         else any free one. The same name gets the same port again, whoever listens there now."""
         if name in self._ports and self._ports[name] in self._given:
             return self._ports[name]
-        port = next(p for p in self._candidates(name, preferred) if p not in self._given and is_free(p))
-        self._given.add(port)
-        self._ports[name] = port
-        return port
+        for port in self._candidates(name, preferred):
+            if is_free(port) and (held := reserve(port)):
+                self._given[port] = held
+                self._ports[name] = port
+                return port
+        raise RuntimeError("no port of 127.0.0.1 is free")
 
     def known(self, name: str) -> int | None:
         """The port last given to `name`, here or in an earlier run."""
@@ -53,6 +69,12 @@ class PortBook:
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._ports, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Let others have the ports."""
+        for held in self._given.values():
+            held.close()
+        self._given.clear()
 
     def _candidates(self, name: str, preferred: int | None) -> Iterable[int]:
         if name in self._ports:

@@ -45,6 +45,7 @@ def test_a_restart_finds_the_same_ports(tmp_path: Path) -> None:
     first = PortBook(tmp_path / "ports.json")
     ports = {name: first.take(name) for name in ("amqp", "redis")}
     first.save()
+    first.close()
     second = PortBook(tmp_path / "ports.json")
     assert {name: second.take(name) for name in ports} == ports
 
@@ -66,3 +67,8 @@ def test_names_of_an_earlier_run_are_dropped(tmp_path: Path) -> None:
 def test_a_damaged_book_costs_new_ports_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "ports.json").write_text("{")
     assert PortBook(tmp_path / "ports.json").take("api")
+
+
+def test_two_platforms_that_start_at_once_get_different_ports() -> None:
+    first, second = PortBook(), PortBook()  # neither listens yet
+    assert first.take("api", 8000) != second.take("api", 8000)
