@@ -8,7 +8,10 @@ from zlib import crc32
 from brokers.job import Kind, Lane
 
 VERSION = 1
-"""Of the envelope and of the function library; it is part of their names."""
+"""Of the envelope and of the function library; it is part of their names, so that two versions live side by side."""
+
+ACCEPTED = tuple(range(max(1, VERSION - 1), VERSION + 1))
+"""Versions of envelopes that a worker takes. Upgrade workers first, then what publishes."""
 
 EXCHANGE = "gen"
 DEAD_EXCHANGE = "gen.dead"
@@ -36,8 +39,8 @@ def dead_queue(region: str) -> str:
     return f"gen.{region}.dead"
 
 
-def task(kind: Kind) -> str:
-    return f"lingbot.{kind}.v{VERSION}"
+def task(kind: Kind, version: int = VERSION) -> str:
+    return f"lingbot.{kind}.v{version}"
 
 
 def function(verb: str) -> str:
@@ -65,6 +68,16 @@ def stream(region: str, part: str, tenant: str, job_id: str) -> str:
 def live(region: str, part: str) -> str:
     """Sorted set of the jobs that have not ended, scored by when the reconciler looks at them next."""
     return f"lb:{region}:{part}:live"
+
+
+def webhooks(region: str, part: str) -> str:
+    """Sorted set of the jobs whose end is to be told, scored by the ms of the next try."""
+    return f"lb:{region}:{part}:webhooks"
+
+
+def dead_webhooks(region: str, part: str) -> str:
+    """Sorted set of the jobs whose end could not be told, scored by the ms at which that was given up."""
+    return f"lb:{region}:{part}:webhooks:dead"
 
 
 def tenant_jobs(region: str, part: str, tenant: str) -> str:

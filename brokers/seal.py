@@ -2,7 +2,7 @@
 
 A sealed spec is   1 byte version | 1 byte length of kid | kid | 12 bytes nonce | AES-256-GCM ciphertext and tag
 with a key of its own per job, HKDF-SHA256(master[kid], info=job id), so that random nonces never meet, and with kid,
-job, tenant, home, lane, task and publish generation as associated data: moved to another job, it does not open.
+job, tenant, home, lane, kind and publish generation as associated data: moved to another job, it does not open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from brokers import names
 from brokers.errors import ConfigurationError, SealBroken, UnknownSealKey
 from brokers.job import Job, Spec
 from brokers.settings import Settings
@@ -71,7 +70,7 @@ def first_generation(job: Job) -> Job:
 
 
 def _bound(kid: bytes, job: Job) -> bytes:
-    words = (job.id, job.tenant, job.home, job.lane, names.task(job.kind), str(job.gen))
+    words = (job.id, job.tenant, job.home, job.lane, job.kind, str(job.gen))
     return b"\0".join((kid, *(word.encode() for word in words)))
 
 

@@ -7,12 +7,15 @@ hundreds of commands in one round trip and an idle one sends each at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from brokers import calls, connect, names, pipeline
 from brokers.errors import StoreUnavailable
 from brokers.job import Job, State, home_of
 from brokers.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class Store:
@@ -37,8 +40,9 @@ class Store:
     async def ping(self) -> None:
         await self.call(calls.Call(("PING",), lambda reply: reply))
 
-    async def create(self, job: Job, sealed: bytes) -> None:
-        await self.call(calls.create(job, sealed, self._keys(job), self._settings))
+    async def create(self, job: Job, sealed: bytes) -> bool:
+        """False when there is such a record already."""
+        return bool(await self.call(calls.create(job, sealed, self._keys(job), self._settings)))
 
     async def queued(self, job: Job) -> State | None:
         state: State | None = await self.call(calls.queued(job, self._keys(job), self._settings))
@@ -59,6 +63,7 @@ class Store:
         return state
 
     async def get(self, job_id: str) -> Job | None:
+        """The record; of an erased job the tombstone that is left of it."""
         if home_of(job_id) != self.region:
             return None
         part = names.partition(job_id, self._settings.partitions)
@@ -74,8 +79,16 @@ class Store:
         )
         found = sorted(((score, job_id) for page in pages for job_id, score in page), reverse=True)
         ids = [job_id for score, job_id in found if before is None or (score, job_id) < (float(bound), before)]
-        jobs = await asyncio.gather(*(self.get(job_id) for job_id in ids[:limit]))
-        return [job for job in jobs if job]
+        return await self._first_kept(ids, limit)
+
+    async def _first_kept(self, ids: list[str], limit: int) -> list[Job]:
+        """The first `limit` of them that still have a record: an index outlives the records of what ended early."""
+        kept: list[Job] = []
+        while ids and len(kept) < limit:
+            jobs = await asyncio.gather(*(self.get(job_id) for job_id in ids[:limit]))
+            kept += [job for job in jobs if job and job.state is not State.ERASED]
+            ids = ids[limit:]
+        return kept[:limit]
 
     def stream_key(self, job: Job) -> str:
         return self._keys(job).stream
@@ -116,6 +129,7 @@ class Store:
             if future.done():
                 continue
             if isinstance(reply, Exception):
+                log.warning("the store refused a call: %s", reply)  # its words may name keys: for the log only
                 future.set_exception(StoreUnavailable(f"The job store refused: {type(reply).__name__}"))
             else:
                 future.set_result(reply)

@@ -93,6 +93,7 @@ class EngineStep(bootsteps.StartStopStep):
         _until_idle(running.settings.drain_s)
         running.hand_back_all()
         _until_idle(_HAND_BACK_S)
+        running.later.flush()
         state.should_stop = 0
 
 

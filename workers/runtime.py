@@ -13,6 +13,7 @@ from brokers.models import Registry
 from brokers.seal import Sealer
 from brokers.settings import Settings
 from workers.engines import Intent, ModelEngine, Run
+from workers.later import Later
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Runtime:
         self.name = name
         self.sealer = Sealer(settings)
         self.draining = threading.Event()
+        self.later = Later()
         registry = Registry(settings.models_dir)
         self.engines = {model: ModelEngine(model, registry.get(model).folder, settings, on_service) for model in models}
         self.cards = {model: registry.get(model).card for model in models}
@@ -39,6 +41,7 @@ class Runtime:
 
     def start(self) -> None:
         """Check the store, then load every model. Raises what they raise."""
+        self.later.start()
         with connect.blocking(self.settings, self.settings.region, timeout_s=5.0) as client:
             connect.prepare(client, self.settings)
         for engine in self.engines.values():

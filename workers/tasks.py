@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from celery import Task, shared_task
@@ -13,9 +14,25 @@ from brokers.job import Kind, State
 from workers import runtime
 from workers.runner import HandedBackError, JobFailedError, PoisonError, Runner
 
+_DURABLE_S = 2.0
+"""A store that syncs its append-only file each second has a record safe by then."""
+
 
 class JobRequest(Request):
-    """A delivered message, which a revoke may meet before it runs: Celery drops it then, so its job must end too."""
+    """A delivered message, and the two things about it that Celery cannot know.
+
+    A revoke may meet it before it runs: Celery drops it then, so its job must end too. And while its record is so
+    young that the store may still lose it, the message is the only copy of the job: it is acknowledged after that. A
+    job that ran, or waited, for two seconds is acknowledged at once, so a worker under load waits for nothing.
+    """
+
+    def acknowledge(self) -> None:
+        worker = runtime.current()
+        age_s = time.time() - self.kwargs.get("created_ms", 0) / 1000
+        if worker and 0 <= age_s < _DURABLE_S and not self.acknowledged:
+            worker.later.call(_DURABLE_S - age_s, super().acknowledge)
+        else:
+            super().acknowledge()
 
     def revoked(self) -> bool:
         revoked: bool = super().revoked()
@@ -25,7 +42,6 @@ class JobRequest(Request):
         return revoked
 
 
-@shared_task(name=names.task(Kind.TEXT), bind=True, throws=(JobFailedError,), Request=JobRequest)
 def generate_text(self: Task, **kwargs: Any) -> str:
     """Generate a job's text. The result is a word for Flower; what was generated is in the stream."""
     worker = runtime.current()
@@ -45,3 +61,9 @@ def generate_text(self: Task, **kwargs: Any) -> str:
         self.send_event("task-revoked", terminated=True, signum=None, expired=True)
         raise Ignore
     return state
+
+
+for _version in names.ACCEPTED:
+    shared_task(name=names.task(Kind.TEXT, _version), bind=True, throws=(JobFailedError,), Request=JobRequest)(
+        generate_text
+    )
