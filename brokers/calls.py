@@ -120,12 +120,14 @@ class Keys(NamedTuple):
     record: str
     stream: str
     live: str
+    webhooks: str
     by_tenant: str
 
 
 def library() -> str:
-    """Source of the function library."""
-    return files("brokers").joinpath("functions.lua").read_text()
+    """Source of the function library, under the names of this version."""
+    source = files("brokers").joinpath("functions.lua").read_text()
+    return source.replace("name=lingbot1", f"name={names.FUNCTION_LIBRARY}").replace("'lb1_", f"'{names.function('')}")
 
 
 def keys(job: Job, partitions: int) -> Keys:
@@ -134,6 +136,7 @@ def keys(job: Job, partitions: int) -> Keys:
         names.record(job.home, part, job.id),
         names.stream(job.home, part, job.tenant, job.id),
         names.live(job.home, part),
+        names.webhooks(job.home, part),
         names.tenant_jobs(job.home, part, job.tenant),
     )
 
@@ -145,10 +148,26 @@ def create(job: Job, sealed: bytes, k: Keys, settings: Settings) -> Call:
         *("home", job.home, "place", job.place, "gen", job.gen, "created", job.created_ms),
         *("deadline", job.deadline_ms, "prompt_tokens", job.prompt_tokens, "sealed", sealed),
         *("metadata", msgspec.json.encode(job.metadata)),
+        *(("start", job.start_ms) if job.start_ms else ()),
+        *(("webhook", job.webhook) if job.webhook else ()),
     )
-    ttl_ms = job.deadline_ms - job.created_ms + retention_ms
-    grace_ms = int(settings.accepted_grace_s * 1000)
-    return Call(_fcall("create", k, job.id, retention_ms, grace_ms, max(ttl_ms, _LISTED_FOR_MS), *fields), _created)
+    times = (retention_ms, _first_look_ms(job, settings), _kept_ms(job, settings), _listed_ms(settings))
+    return Call(_fcall("create", k, job.id, *times, *fields), _created)
+
+
+def _first_look_ms(job: Job, settings: Settings) -> int:
+    if job.start_ms is None:
+        return int(settings.accepted_grace_s * 1000)
+    return max(0, job.start_ms - job.created_ms)
+
+
+def _kept_ms(job: Job, settings: Settings) -> int:
+    return max(job.deadline_ms - job.created_ms + settings.retention_s * 1000, _LISTED_FOR_MS)
+
+
+def _listed_ms(settings: Settings) -> int:
+    """No record lives longer past its job's start."""
+    return max((settings.max_expires_s + settings.retention_s) * 1000, _LISTED_FOR_MS)
 
 
 def queued(job: Job, k: Keys, settings: Settings) -> Call:
@@ -161,11 +180,11 @@ def withdraw(job: Job, k: Keys) -> Call:
 
 
 def cancel(job: Job, k: Keys) -> Call:
-    return Call(_fcall("cancel", k[:3], names.hints(job.home), job.id), _state)
+    return Call(_fcall("cancel", k[:4], names.hints(job.home), job.id), _state)
 
 
 def claim(job: Job, k: Keys, *, worker: str, token: str, lease_ms: int) -> Call:
-    return Call(_fcall("claim", k[:3], job.id, job.gen, worker, token, lease_ms), _claim)
+    return Call(_fcall("claim", k[:4], job.id, job.gen, worker, token, lease_ms), _claim)
 
 
 def renew(k: Keys, token: str, lease_ms: int) -> Call:
@@ -181,7 +200,7 @@ def finish(
     k: Keys, token: str, pos: int, state: State, reason: FinishReason, prompt_tokens: int, failure: Failure | None
 ) -> Call:
     why = (failure.code, failure.message) if failure else ()
-    return Call(_fcall("finish", k[:3], token, pos, state.value, reason.value, prompt_tokens, *why), written)
+    return Call(_fcall("finish", k[:4], token, pos, state.value, reason.value, prompt_tokens, *why), written)
 
 
 def release(job: Job, k: Keys, token: str, settings: Settings) -> Call:
@@ -195,7 +214,7 @@ def begin(k: Keys, token: str) -> Call:
 
 def struck(k: Keys, token: str) -> Call:
     """The engine died over this job alone. Accepted, or Poison when that was enough."""
-    return Call(_fcall("struck", k[:3], token), _struck)
+    return Call(_fcall("struck", k[:4], token), _struck)
 
 
 def account(job_id: str, region: str, settle: Settle, keep_ms: int) -> Call:
@@ -229,15 +248,41 @@ def unanswered(key: str, job_id: str, next_try: tuple[str, int] = ("", 0)) -> Ca
     return Call(_fcall("unanswered", (key,), job_id, *more), bool)
 
 
+def told_due(webhooks: str, limit: int, lease_ms: int) -> Call:
+    """Ids of jobs whose end is to be told now; nobody else gets them before the lease is over."""
+    return Call(_fcall("told_due", (webhooks,), limit, lease_ms), lambda reply: [job.decode() for job in reply])
+
+
+def told(job: Job, k: Keys, dead: str, error: str, retry_ms: int | None) -> Call:
+    """What came of a try: no `error`, or the next one in `retry_ms`, or with None no more of them."""
+    then: int | str = "" if not error else -1 if retry_ms is None else retry_ms
+    return Call(_fcall("told", (k.record, k.webhooks, dead), job.id, error, then), bool)
+
+
+def tell_again(job: Job, k: Keys, dead: str) -> Call:
+    """False when its webhook was not given up."""
+    return Call(_fcall("tell_again", (k.record, k.webhooks, dead), job.id), bool)
+
+
+def webhook_tries(record: str) -> Call:
+    """How often it was tried, and what came of the last one."""
+    return Call(("HMGET", record, "told", "told_error"), _tries)
+
+
 def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool) -> Call:
     grace_ms, check_ms = int(settings.accepted_grace_s * 1000), int(settings.queued_check_s * 1000)
-    return Call(_fcall("reconcile", k[:3], job_id, grace_ms, check_ms, int(assume_lost)), _reconciled)
+    return Call(_fcall("reconcile", k[:4], job_id, grace_ms, check_ms, int(assume_lost)), _reconciled)
 
 
 _FIELDS = (
     *("id", "tenant", "kind", "model", "lane", "home", "place", "state", "gen", "attempt", "created", "deadline"),
     *("pos", "prompt_tokens", "started", "ended", "worker", "finish", "usage_prompt", "usage_completion"),
-    *("error_code", "error_message", "metadata"),
+    *("error_code", "error_message", "metadata", "start", "webhook"),
+)
+_BYTES = frozenset({"webhook"})
+_NUMBERS = (
+    *("gen", "attempt", "created", "deadline", "pos", "prompt_tokens", "started", "ended", "usage_prompt"),
+    *("usage_completion", "start"),
 )
 
 
@@ -318,11 +363,16 @@ def _idempotent(reply: Any) -> Idempotent:
             return Known(reply[1].decode())
 
 
+def _tries(reply: list[bytes | None]) -> tuple[int, str]:
+    return int(reply[0] or 0), (reply[1] or b"").decode()
+
+
 def _job(reply: list[bytes | None]) -> Job | None:
-    values = {name: value.decode() for name, value in zip(_FIELDS, reply, strict=True) if value is not None}
+    found = dict(zip(_FIELDS, reply, strict=True))
+    values = {name: value.decode() for name, value in found.items() if value is not None and name not in _BYTES}
     if "id" not in values:
         return None
-    number = {name: int(value) for name, value in values.items() if value.isdecimal()}
+    number = {name: int(values[name]) for name in _NUMBERS if name in values}
     return Job(
         id=values["id"],
         tenant=values["tenant"],
@@ -343,6 +393,8 @@ def _job(reply: list[bytes | None]) -> Job | None:
         worker=values.get("worker"),
         finish_reason=FinishReason(values["finish"]) if "finish" in values else None,
         usage=Usage(number["usage_prompt"], number["usage_completion"]) if "usage_prompt" in values else None,
-        failure=Failure(values["error_code"], values["error_message"]) if "error_code" in values else None,
+        failure=Failure(values["error_code"], values.get("error_message", "")) if "error_code" in values else None,
         metadata=msgspec.json.decode(values.get("metadata", "{}"), type=dict[str, str]),
+        start_ms=number.get("start"),
+        webhook=found["webhook"],
     )

@@ -34,6 +34,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int
     prompt_tokens: int
     sealed: str  # base64
+    webhook: str | None = None  # base64, sealed
     trace: str | None = None  # W3C traceparent
 
     def to_job(self) -> Job:
@@ -51,6 +52,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
             created_ms=self.created_ms,
             deadline_ms=self.deadline_ms,
             prompt_tokens=self.prompt_tokens,
+            webhook=base64.b64decode(self.webhook) if self.webhook else None,
         )
 
     def sealed_spec(self) -> bytes:
@@ -71,6 +73,7 @@ def pack(job: Job, sealed: bytes, trace: str | None = None) -> Envelope:
         deadline_ms=job.deadline_ms,
         prompt_tokens=job.prompt_tokens,
         sealed=base64.b64encode(sealed).decode(),
+        webhook=base64.b64encode(job.webhook).decode() if job.webhook else None,
         trace=trace,
     )
 

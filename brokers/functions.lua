@@ -13,11 +13,15 @@ Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
       began    "1" once this owner's engine has worked on the job: only then can it be what killed the owner
       crashes  owners that died over it; strikes, those of them since it last made progress, at pos struck
       settled  "1" once its usage is on its tenant's account
+      start    ms before which it is not published; absent when that is at once
+      webhook  sealed: whom to tell of its end; told: tries so far, told_error: what came of the last one
       worker started ended finish usage_prompt usage_completion digest error_code error_message
   lb:r:{pNN}:out:<tenant>:<job>  stream. Entry id <pos>-0 is content, <pos>-n (n >= 1) control; see ARCHITECTURE.md
   lb:r:{pNN}:live                zset of jobs that have not ended or are not settled, by the ms at which the
                                  reconciler looks next
-  lb:r:{pNN}:jobs:<tenant>       zset of a tenant's jobs by creation time
+  lb:r:{pNN}:webhooks            zset of jobs whose end is to be told, by the ms of the next try
+  lb:r:{pNN}:webhooks:dead       zset of those given up, by the ms at which they were
+  lb:r:{pNN}:jobs:<tenant>       zset of a tenant's jobs by creation, or by their start when that is later
   lb:r:{pNN}:idem:<tenant>:<h>   hash of an Idempotency-Key: body (digest), job (id), until (ms; in progress before)
   lb:r:{t<tenant>}:usage:<day>   hash of counters: jobs, prompt_tokens, completion_tokens, and jobs by state
   lb:r:{t<tenant>}:settled       zset of the jobs counted in them, by time
@@ -54,9 +58,10 @@ local function control(record, stream, kind, data, now)
   redis.call('HSET', record, 'ctl', n)
 end
 
--- The one way a job ends: record, terminal entry, expiry of both, out of the live set.
-local function finish(record, stream, live, now, outcome)
-  local job = get(record, 'id', 'pos', 'retention', 'digest')
+-- The one way a job ends: record, terminal entry, expiry of both, its webhook due.
+local function finish(keys, now, outcome)
+  local record, stream, live, webhooks = keys[1], keys[2], keys[3], keys[4]
+  local job = get(record, 'id', 'pos', 'retention', 'digest', 'webhook')
   local usage = { prompt_tokens = outcome.prompt_tokens, completion_tokens = tonumber(job[2]) }
   local data = { status = outcome.state, finish_reason = outcome.reason, usage = usage, digest = job[4] or '' }
   if outcome.error_code then
@@ -70,14 +75,15 @@ local function finish(record, stream, live, now, outcome)
   redis.call('PEXPIRE', record, job[3])
   redis.call('PEXPIRE', stream, job[3])
   redis.call('ZADD', live, int(now), job[1]) -- to be settled
+  if job[5] then redis.call('ZADD', webhooks, int(now), job[1]) end
 end
 
 -- Ends a job that no worker holds: what it used is its prompt if ever a worker read it, and the text that is out.
-local function finish_unowned(record, stream, live, now, state, error_code, error_message)
-  local job = get(record, 'attempt', 'prompt_tokens')
+local function finish_unowned(keys, now, state, error_code, error_message)
+  local job = get(keys[1], 'attempt', 'prompt_tokens')
   local prompt = tonumber(job[1]) > 0 and tonumber(job[2]) or 0
   local reason = state == 'failed' and 'error' or state
-  finish(record, stream, live, now, { state = state, reason = reason, prompt_tokens = prompt,
+  finish(keys, now, { state = state, reason = reason, prompt_tokens = prompt,
     error_code = error_code, error_message = error_message })
 end
 
@@ -90,8 +96,8 @@ local function strike(record)
   return strikes >= STRIKES or crashes >= CRASHES
 end
 
-local function end_poisoned(record, stream, live, now)
-  finish_unowned(record, stream, live, now, 'failed', 'poison',
+local function end_poisoned(keys, now)
+  finish_unowned(keys, now, 'failed', 'poison',
     'The job was given up: workers died over it again and again.')
 end
 
@@ -108,21 +114,23 @@ local function lease_left(record, now)
   return tonumber(lease[2]) - now
 end
 
--- KEYS record stream live index; ARGV job retention_ms check_ms ttl_ms field value ...
+-- KEYS record stream live webhooks index; ARGV job retention_ms check_ms ttl_ms listed_ms field value ...
+-- check_ms: when the reconciler looks, unless the broker's confirm comes first; of a job that starts later, its start.
 local function create(keys, args)
-  local record, stream, live, index = keys[1], keys[2], keys[3], keys[4]
+  local record, stream, live, index = keys[1], keys[2], keys[3], keys[5]
   local state = redis.call('HGET', record, 'state')
   if state then return { 'EXISTS', state } end
-  local now, job, retention, check, ttl = now_ms(), args[1], args[2], args[3], args[4]
+  local now, job, retention, check, ttl, listed = now_ms(), args[1], args[2], args[3], args[4], args[5]
   redis.call('HSET', record, 'state', 'accepted', 'attempt', 0, 'pos', 0, 'ctl', 1, 'retention', retention,
-    unpack(args, 5))
+    unpack(args, 6))
   redis.call('XADD', stream, '0-1', 'k', 'accepted', 'd', '{}', 'ts', int(now))
   redis.call('PEXPIRE', record, ttl)
   redis.call('PEXPIRE', stream, ttl)
   redis.call('ZADD', live, int(now + check), job)
-  redis.call('ZREMRANGEBYSCORE', index, '-inf', int(now - ttl))
-  redis.call('ZADD', index, int(now), job)
-  redis.call('PEXPIRE', index, ttl)
+  local starts = math.max(now, tonumber(redis.call('HGET', record, 'start') or 0))
+  redis.call('ZREMRANGEBYSCORE', index, '-inf', int(now - listed))
+  redis.call('ZADD', index, int(starts), job)
+  redis.call('PEXPIRE', index, int(math.max(redis.call('PTTL', index), starts - now + listed)))
   return 0
 end
 
@@ -136,7 +144,7 @@ local function queued(keys, args)
   return 'queued'
 end
 
--- KEYS record stream live index; ARGV job. The client is about to be told 503: 1 if the job will never run.
+-- KEYS record stream live webhooks index; ARGV job. The client is about to be told 503: 1 if the job will never run.
 local function withdraw(keys, args)
   local job = get(keys[1], 'state', 'retention')
   if job[1] ~= 'accepted' then return job[1] and 0 or 1 end
@@ -144,11 +152,11 @@ local function withdraw(keys, args)
   redis.call('PEXPIRE', keys[1], job[2])
   redis.call('UNLINK', keys[2])
   redis.call('ZREM', keys[3], args[1])
-  redis.call('ZREM', keys[4], args[1])
+  redis.call('ZREM', keys[5], args[1])
   return 1
 end
 
--- KEYS record stream live; ARGV job gen worker token lease_ms.
+-- KEYS record stream live webhooks; ARGV job gen worker token lease_ms.
 -- OK pos attempt sealed | GONE | ENDED state | STALE | BUSY ms_left worker | POISON
 local function claim(keys, args)
   local record, stream, live = keys[1], keys[2], keys[3]
@@ -160,15 +168,15 @@ local function claim(keys, args)
   local left = lease_left(record, now)
   if left > 0 then return { 'BUSY', left, job[5] } end
   if job[4] then
-    finish_unowned(record, stream, live, now, 'cancelled')
+    finish_unowned(keys, now, 'cancelled')
     return { 'ENDED', 'cancelled' }
   end
   if now >= tonumber(job[3]) then
-    finish_unowned(record, stream, live, now, 'expired')
+    finish_unowned(keys, now, 'expired')
     return { 'ENDED', 'expired' }
   end
   if job[1] == 'running' and job[10] and strike(record) then
-    end_poisoned(record, stream, live, now)
+    end_poisoned(keys, now)
     return { 'POISON' }
   end
   local attempt = tonumber(job[7]) + 1
@@ -189,12 +197,13 @@ local function begin(keys, args)
   return mine.flags
 end
 
--- KEYS record stream live; ARGV token. The owner's engine died over this job alone: 0, or POISON and it is over.
+-- KEYS record stream live webhooks; ARGV token. The owner's engine died over this job alone: 0, or POISON, and it is
+-- over.
 local function struck(keys, args)
   local mine, refusal = owned(keys[1], args[1])
   if not mine then return refusal end
   if not strike(keys[1]) then return 0 end
-  end_poisoned(keys[1], keys[2], keys[3], now_ms())
+  end_poisoned(keys, now_ms())
   return { 'POISON' }
 end
 
@@ -219,12 +228,12 @@ local function append(keys, args)
   return mine.flags
 end
 
--- KEYS record stream live; ARGV token pos state reason prompt_tokens [error_code error_message]
+-- KEYS record stream live webhooks; ARGV token pos state reason prompt_tokens [error_code error_message]
 local function done(keys, args)
   local mine, refusal = owned(keys[1], args[1])
   if not mine then return refusal end
   if mine.pos ~= args[2] then return { 'POS', tonumber(mine.pos) } end
-  finish(keys[1], keys[2], keys[3], now_ms(), { state = args[3], reason = args[4], prompt_tokens = tonumber(args[5]),
+  finish(keys, now_ms(), { state = args[3], reason = args[4], prompt_tokens = tonumber(args[5]),
     error_code = args[6], error_message = args[7] })
   return 0
 end
@@ -239,7 +248,7 @@ local function release(keys, args)
   return 0
 end
 
--- KEYS record stream live; ARGV hint_channel job. Durable flag first, hint second. Answers the state now.
+-- KEYS record stream live webhooks; ARGV hint_channel job. Durable flag first, hint second. Answers the state now.
 local function cancel(keys, args)
   local state = redis.call('HGET', keys[1], 'state')
   if not state then return { 'GONE' } end
@@ -250,11 +259,11 @@ local function cancel(keys, args)
     redis.call('PUBLISH', args[1], args[2])
     return state
   end
-  finish_unowned(keys[1], keys[2], keys[3], now, 'cancelled')
+  finish_unowned(keys, now, 'cancelled')
   return 'cancelled'
 end
 
--- KEYS record stream live; ARGV job grace_ms check_ms assume_lost.
+-- KEYS record stream live webhooks; ARGV job grace_ms check_ms assume_lost.
 -- What the reconciler does with one job that is due:
 -- 0 nothing now | PUBLISH gen sealed | ENDED state | SETTLE tenant state prompt_tokens completion_tokens ended
 -- assume_lost "1": the broker was seen to hold no message for a queued job.
@@ -277,11 +286,11 @@ local function reconcile(keys, args)
   end
   local over = job[4] and 'cancelled' or (now >= tonumber(job[3]) and 'expired')
   if over then
-    finish_unowned(record, stream, live, now, over)
+    finish_unowned(keys, now, over)
     return { 'ENDED', over }
   end
   if job[1] == 'running' and job[11] and strike(record) then
-    end_poisoned(record, stream, live, now)
+    end_poisoned(keys, now)
     return { 'ENDED', 'failed' }
   end
   local pause = math.min(tonumber(job[1] == 'queued' and args[3] or args[2]), tonumber(job[3]) - now)
@@ -318,17 +327,18 @@ local function settled(keys, args)
   return 0
 end
 
--- KEYS record stream live index; ARGV job keep_ms. Ends the job if need be, and leaves nothing of it but a tombstone
--- that outlives its messages. Its usage stays to be settled.
+-- KEYS record stream live webhooks index; ARGV job keep_ms. Ends the job if need be, and leaves nothing of it but a
+-- tombstone that outlives its messages. Its usage stays to be settled; its end is told to nobody.
 local function erase(keys, args)
-  local record, stream, live, index = keys[1], keys[2], keys[3], keys[4]
+  local record, stream, webhooks, index = keys[1], keys[2], keys[4], keys[5]
   local job = get(record, 'state', 'deadline', 'settled')
   if not job[1] then return { 'GONE' } end
   local now = now_ms()
-  if not TERMINAL[job[1]] then finish_unowned(record, stream, live, now, 'cancelled') end
+  if not TERMINAL[job[1]] then finish_unowned(keys, now, 'cancelled') end
   redis.call('HSET', record, 'state', 'erased')
-  redis.call('HDEL', record, 'sealed', 'metadata', 'digest', 'error_message', 'owner', 'lease')
+  redis.call('HDEL', record, 'sealed', 'metadata', 'digest', 'error_code', 'error_message', 'owner', 'lease', 'webhook')
   redis.call('UNLINK', stream)
+  redis.call('ZREM', webhooks, args[1])
   redis.call('ZREM', index, args[1])
   redis.call('PEXPIRE', record, int(math.max(tonumber(job[2]) - now, 0) + args[2]))
   return 'erased'
@@ -356,14 +366,58 @@ local function answered(keys, args)
   return 0
 end
 
--- KEYS idem; ARGV job [next_job until_ms]. That job was never made: forget the key, or take it for the next try.
+-- KEYS idem; ARGV job [next_job until_ms]. That job was never made: forget the key, or, when nobody is at it, take it
+-- for the next try.
 local function unanswered(keys, args)
-  if redis.call('HGET', keys[1], 'job') ~= args[1] then return 0 end
+  local found, now = get(keys[1], 'job', 'until'), now_ms()
+  if found[1] ~= args[1] then return 0 end
   if not args[2] then
     redis.call('DEL', keys[1])
-  else
-    redis.call('HSET', keys[1], 'job', args[2], 'until', int(now_ms() + args[3]))
+    return 1
   end
+  if tonumber(found[2]) > now then return 0 end
+  redis.call('HSET', keys[1], 'job', args[2], 'until', int(now + args[3]))
+  return 1
+end
+
+-- KEYS webhooks; ARGV limit lease_ms. Jobs whose end is to be told now; nobody else gets them before the lease is over.
+local function told_due(keys, args)
+  local now = now_ms()
+  local due = redis.call('ZRANGEBYSCORE', keys[1], '-inf', int(now), 'LIMIT', 0, args[1])
+  for _, job in ipairs(due) do
+    redis.call('ZADD', keys[1], int(now + args[2]), job)
+  end
+  return due
+end
+
+-- KEYS record webhooks dead; ARGV job error retry_ms ("" told, or there is nobody to tell; -1 given up; else try again)
+local function told(keys, args)
+  local record, webhooks, dead, job = keys[1], keys[2], keys[3], args[1]
+  if not redis.call('ZSCORE', webhooks, job) then return 0 end
+  local now, keep = now_ms(), redis.call('HGET', record, 'retention')
+  local there = redis.call('HEXISTS', record, 'webhook') == 1
+  if there then
+    redis.call('HINCRBY', record, 'told', 1)
+    redis.call('HSET', record, 'told_error', args[2])
+  end
+  if there and args[3] ~= '' and tonumber(args[3]) >= 0 then
+    redis.call('ZADD', webhooks, int(now + args[3]), job)
+    return 1
+  end
+  redis.call('ZREM', webhooks, job)
+  if there and args[3] == '-1' then
+    redis.call('ZREMRANGEBYSCORE', dead, '-inf', int(now - keep)) -- their records are gone
+    redis.call('ZADD', dead, int(now), job)
+  end
+  return 1
+end
+
+-- KEYS record webhooks dead; ARGV job. One that was given up gets all its tries again: 1, or 0 when it was not.
+local function tell_again(keys, args)
+  if redis.call('HEXISTS', keys[1], 'webhook') == 0 then return 0 end
+  if redis.call('ZREM', keys[3], args[1]) == 0 then return 0 end
+  redis.call('HDEL', keys[1], 'told')
+  redis.call('ZADD', keys[2], int(now_ms()), args[1])
   return 1
 end
 
@@ -385,3 +439,6 @@ redis.register_function('lb1_erase', erase)
 redis.register_function('lb1_idempotent', idempotent)
 redis.register_function('lb1_answered', answered)
 redis.register_function('lb1_unanswered', unanswered)
+redis.register_function('lb1_told_due', told_due)
+redis.register_function('lb1_told', told)
+redis.register_function('lb1_tell_again', tell_again)

@@ -88,6 +88,13 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
     choice: int = 0  # index among the choices of one request; part of the sampling key
 
 
+class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whom to tell of a job's end."""
+
+    url: str
+    secret: str | None = None  # whsec_<base64>; what is sent is signed with it
+
+
 Spec = TextSpec
 """Grows to a union with the embedding and image specs."""
 
@@ -123,6 +130,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     created_ms: int
     deadline_ms: int  # it expires then, wherever it is
+    start_ms: int | None = None  # it is published then; None is at once
     gen: int = 1  # publish generation; a message with an older one is dropped
     attempt: int = 0  # claims by an owner, takeovers included
     pos: int = 0  # content tokens durable in the stream
@@ -134,6 +142,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     failure: Failure | None = None
     metadata: dict[str, str] = {}
+    webhook: bytes | None = None  # sealed: whom to tell of the end
 
     @property
     def ended(self) -> bool:

@@ -3,6 +3,7 @@
 A sealed spec is   1 byte version | 1 byte length of kid | kid | 12 bytes nonce | AES-256-GCM ciphertext and tag
 with a key of its own per job, HKDF-SHA256(master[kid], info=job id), so that random nonces never meet, and with kid,
 job, tenant, home, lane, kind and publish generation as associated data: moved to another job, it does not open.
+A sealed webhook has the word webhook in the place of the last three.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from brokers.errors import ConfigurationError, SealBroken, UnknownSealKey
-from brokers.job import Job, Spec
+from brokers.job import Job, Spec, Webhook
 from brokers.settings import Settings
 
 _VERSION = 1
 _NONCE = 12
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Spec)
+_webhook_decoder = msgspec.msgpack.Decoder(Webhook)
+
+_WEBHOOK = ("webhook",)
 
 
 class Sealer:
@@ -37,23 +41,35 @@ class Sealer:
         self._newest = list(self._masters)[-1]
 
     def seal(self, job: Job, spec: Spec) -> bytes:
-        nonce = os.urandom(_NONCE)
-        kid = self._newest.encode()
-        box = self._cipher(self._newest, job).encrypt(nonce, _encoder.encode(spec), _bound(kid, job))
-        return bytes((_VERSION, len(kid))) + kid + nonce + box
+        return self._seal(job, _encoder.encode(spec), _message(job))
 
     def open(self, job: Job, sealed: bytes) -> Spec:
         """The spec inside. Raises UnknownSealKey (hold the message: a key is missing here) or SealBroken."""
-        kid, nonce, box = _split(sealed)
-        try:
-            plain = self._cipher(kid.decode(), job).decrypt(nonce, box, _bound(kid, job))
-        except InvalidTag:
-            raise SealBroken from None
-        return _decoder.decode(plain)
+        return _decoder.decode(self._open(job, sealed, _message(job)))
+
+    def seal_webhook(self, job: Job, webhook: Webhook) -> bytes:
+        return self._seal(job, _encoder.encode(webhook), _WEBHOOK)
+
+    def open_webhook(self, job: Job, sealed: bytes) -> Webhook:
+        """Raises UnknownSealKey or SealBroken."""
+        return _webhook_decoder.decode(self._open(job, sealed, _WEBHOOK))
 
     def reseal(self, job: Job, sealed: bytes, gen: int) -> bytes:
         """The record's spec, which is bound to generation 1, for a message of generation `gen`."""
         return self.seal(msgspec.structs.replace(job, gen=gen), self.open(first_generation(job), sealed))
+
+    def _seal(self, job: Job, plain: bytes, use: tuple[str, ...]) -> bytes:
+        nonce = os.urandom(_NONCE)
+        kid = self._newest.encode()
+        box = self._cipher(self._newest, job).encrypt(nonce, plain, _bound(kid, job, use))
+        return bytes((_VERSION, len(kid))) + kid + nonce + box
+
+    def _open(self, job: Job, sealed: bytes, use: tuple[str, ...]) -> bytes:
+        kid, nonce, box = _split(sealed)
+        try:
+            return self._cipher(kid.decode(), job).decrypt(nonce, box, _bound(kid, job, use))
+        except InvalidTag:
+            raise SealBroken from None
 
     def _cipher(self, kid: str, job: Job) -> AESGCM:
         try:
@@ -69,8 +85,12 @@ def first_generation(job: Job) -> Job:
     return job if job.gen == 1 else msgspec.structs.replace(job, gen=1)
 
 
-def _bound(kid: bytes, job: Job) -> bytes:
-    words = (job.id, job.tenant, job.home, job.lane, job.kind, str(job.gen))
+def _message(job: Job) -> tuple[str, ...]:
+    return (job.lane, job.kind, str(job.gen))
+
+
+def _bound(kid: bytes, job: Job, use: tuple[str, ...]) -> bytes:
+    words = (job.id, job.tenant, job.home, *use)
     return b"\0".join((kid, *(word.encode() for word in words)))
 
 

@@ -58,8 +58,11 @@ class Settings(BaseSettings):
 
     # Jobs
     retention_s: Annotated[int, Field(ge=60)] = 24 * 3600  # record and stream outlive the job's last change by this
-    default_expires_s: Annotated[int, Field(ge=1)] = 3600  # deadline of a job that names none
+    # Deadline of a job that names none, from its start; a lane not named here has default_expires_s.
+    lane_expires_s: dict[Lane, Annotated[int, Field(ge=1)]] = {Lane.INTERACTIVE: 600, Lane.BATCH: 6 * 3600}
+    default_expires_s: Annotated[int, Field(ge=1)] = 3600
     max_expires_s: Annotated[int, Field(ge=1)] = 6 * 3600
+    max_delay_s: Annotated[int, Field(ge=0)] = 7 * 24 * 3600  # how far ahead start_at may lie
     usage_kept_s: Annotated[int, Field(ge=3600)] = 90 * 24 * 3600  # tenants' usage by day
     queue_max_length: Annotated[int, Field(ge=1)] = 100_000  # the last dam: RabbitMQ rejects the publish above it
 
@@ -81,6 +84,13 @@ class Settings(BaseSettings):
     sweep_s: Annotated[float, Field(gt=0)] = 1.0
     accepted_grace_s: Annotated[float, Field(gt=0)] = 5.0  # an `accepted` older than this is published again
     queued_check_s: Annotated[float, Field(gt=0)] = 60.0  # a `queued` older than this is looked for in the broker
+
+    # Webhooks
+    webhook_timeout_s: Annotated[float, Field(gt=0)] = 10.0  # one try, from resolving the name to the answer's status
+    # Pauses between tries, each shortened by up to a tenth; then the webhook is given up, within 24 hours.
+    webhook_retries_s: tuple[Annotated[float, Field(ge=0)], ...] = (5, 30, 120, 600, 3600, 10_800, 21_600, 43_200)
+    webhook_in_flight: Annotated[int, Field(ge=1)] = 64  # tries at once
+    webhook_allow_loopback: bool = False  # for development: http, and addresses of this machine
 
     log_level: str = "INFO"
 
@@ -113,6 +123,10 @@ class Settings(BaseSettings):
             raise ConfigurationError(
                 f"regions.{region} is not set: no address is known for region {region!r}"
             ) from None
+
+    def expires_s(self, lane: Lane) -> int:
+        """How long a job of this lane may take when it does not say."""
+        return min(self.lane_expires_s.get(lane, self.default_expires_s), self.max_expires_s)
 
     def prefetch(self, lane: Lane) -> int:
         """Messages a worker holds of one lane's queue: what its engine can start, less for the batch lane."""

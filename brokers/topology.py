@@ -47,7 +47,8 @@ def lane_queue(settings: Settings, region: str, model: str, lane: Lane) -> Queue
 
 
 def dead_queue(region: str) -> QueueSpec:
-    return QueueSpec(names.dead_queue(region), names.DEAD_EXCHANGE, "", {"x-queue-type": "quorum"})
+    arguments = {"x-queue-type": "quorum", "x-delivery-limit": _NEVER}  # who looks at a message delivers it
+    return QueueSpec(names.dead_queue(region), names.DEAD_EXCHANGE, "", arguments)
 
 
 def queues(settings: Settings, region: str, models: Iterable[str]) -> list[QueueSpec]:
