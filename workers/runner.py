@@ -150,7 +150,7 @@ class Runner:
         while not stream.settled.wait(0.25):
             if run.out_of_engine.is_set() and run.intent is Intent.HAND_BACK and stream.outcome is None:
                 self._release(run)
-        if stream.lost:
+        if stream.lost is not None:
             engine.take_out(run, Intent.DROP)
             run.out_of_engine.wait(timeout=5)
         return self._report(stream)
@@ -169,9 +169,11 @@ class Runner:
     def _report(self, stream: OwnedStream) -> str:
         if isinstance(stream.lost, calls.Poison):
             raise PoisonError
-        if stream.lost:
-            return "fenced" if isinstance(stream.lost, calls.Fenced) else "gone"
-        if stream.outcome is None:  # handed back while this thread waited for somebody else's run
+        if isinstance(stream.lost, calls.Fenced):
+            return "fenced"
+        # Handed back while this thread waited for somebody else's run; or the store lost the record of a job that
+        # runs, which the next delivery of its message rebuilds.
+        if stream.outcome is None or stream.lost is not None:
             raise HandedBackError
         if stream.outcome.state is State.FAILED:
             raise JobFailedError(stream.outcome.failure.code if stream.outcome.failure else "engine_failed")
