@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from brokers import names
+from brokers import entries, names
 from brokers.job import Failure, FinishReason, Job, Kind, Lane, State, Usage
 from brokers.settings import Settings
 
@@ -293,7 +293,7 @@ def fetch(record: str) -> Call:
 
 def entries_of(k: Keys) -> Call:
     """All entries of a stream, each with its fields."""
-    return Call(("XRANGE", k.stream, "-", "+"), lambda reply: reply)
+    return Call(("XRANGE", k.stream, "-", "+"), entries.rows)
 
 
 def _fcall(verb: str, k: tuple[str, ...], *args: Any) -> tuple[Any, ...]:

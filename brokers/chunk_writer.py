@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from redis import Redis
-
 from brokers import calls, connect, entries
 from brokers.job import Failure, FinishReason, Job, State
 from brokers.settings import Settings
@@ -24,6 +22,7 @@ from brokers.settings import Settings
 log = logging.getLogger(__name__)
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_REFUSED_S = 0.5
 
 
 class Outcome(NamedTuple):
@@ -67,6 +66,7 @@ class OwnedStream:
         self._pending_since: float | None = None
         self._first_is_out = False
         self.renewed_at = time.monotonic()
+        self.held_until = 0.0  # the store refused a write: not before this (monotonic)
 
     def restore(self, token_ids: Sequence[int], pieces: Sequence[str]) -> None:
         """Content that earlier owners wrote."""
@@ -79,11 +79,16 @@ class OwnedStream:
 
     def due_in(self, now: float, settings: Settings) -> float | None:
         """Seconds until something is to be written; None when nothing waits."""
-        if self.outcome is not None:
-            return 0.0
-        if not self.waiting:
+        if self.outcome is None and not self.waiting:
             return None
-        if self.waiting >= settings.flush_tokens or not self._first_is_out or self._pending_since is None:
+        if self.held_until > now:
+            return self.held_until - now
+        if (
+            self.outcome is not None
+            or self.waiting >= settings.flush_tokens
+            or not self._first_is_out
+            or self._pending_since is None
+        ):
             return 0.0
         return max(0.0, self._pending_since + settings.flush_ms / 1000 - now)
 
@@ -139,7 +144,7 @@ class ChunkWriter:
         self._thread.start()
 
     @property
-    def client(self) -> Redis:
+    def client(self) -> connect.Blocking:
         return self._client
 
     def add(self, stream: OwnedStream) -> None:
@@ -186,7 +191,7 @@ class ChunkWriter:
         failures = 0
         while work := self._next_round():
             try:
-                replies = self._send([write.call for write in work])
+                replies = connect.send_all(self._client, [write.call for write in work])
                 failures = 0
             except connect.ERRORS as error:
                 pause = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
@@ -221,12 +226,15 @@ class ChunkWriter:
     def _patience(self, now: float) -> float:
         renew_s = self._settings.renew_ms / 1000
         waits = [s.renewed_at + renew_s - now for s in self._streams.values()]
+        waits += [s.held_until - now for s in self._streams.values() if s.held_until > now]
         waits += [due for s in self._streams.values() if (due := s.due_in(now, self._settings)) is not None]
         return max(0.001, min(waits, default=renew_s))
 
     def _due(self, stream: OwnedStream, now: float) -> list[_Write]:
         lease_ms = self._settings.lease_ms
         due: list[_Write] = []
+        if stream.held_until > now:
+            return due
         if stream.begun and not stream.begun_is_out:
             due.append(_Write(stream, calls.begin(stream.keys, stream.token), begins=True))
         if stream.due_in(now, self._settings) == 0.0:
@@ -239,23 +247,21 @@ class ChunkWriter:
             stream.renewed_at = now
         return due
 
-    def _send(self, due: list[calls.Call]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for call in due:
-            pipeline.execute_command(*call.command)  # type: ignore[no-untyped-call]
-        return list(pipeline.execute(raise_on_error=False))
-
     def _settle(self, work: list[_Write], replies: list[Any]) -> None:
         refusals = [reply for reply in replies if isinstance(reply, Exception)]
         with self._changed:
             pairs = zip(work, replies, strict=True)
-            answered = [(write, write.call.parse(reply)) for write, reply in pairs if not isinstance(reply, Exception)]
+            answered = []
+            for write, reply in pairs:
+                if isinstance(reply, Exception):  # out of memory, loading, read-only, its server away: waited out
+                    write.stream.held_until = time.monotonic() + _REFUSED_S
+                else:
+                    answered.append((write, write.call.parse(reply)))
             cancelled = [write.stream for write, written in answered if self._apply(write, written)]
         for stream in cancelled:
             self._on_cancel(stream)
-        if refusals:  # out of memory, loading, read-only: nothing is lost by waiting
+        if refusals:
             log.warning("the store refused %d of %d writes: %s", len(refusals), len(work), refusals[0])
-            time.sleep(_RETRY_S[-2])
 
     def _apply(self, write: _Write, written: calls.Written) -> bool:
         """Take a reply in. True when the job is asked to stop."""

@@ -14,6 +14,7 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,18 @@ class Digest:
 def fields(token_ids: Sequence[int], pieces: Sequence[str], digest: str) -> tuple[str | bytes, ...]:
     """Text, ids, offsets and digest of one content entry, in the order the append function takes them."""
     return "".join(pieces), _packed(token_ids), _packed(tuple(accumulate(map(len, pieces)))), digest
+
+
+Row = tuple[bytes, Mapping[bytes, bytes]]
+"""An entry's id and fields, as a server gives them."""
+
+
+def rows(reply: Any) -> list[Row]:
+    """The rows in a reply of XRANGE and its kin, whether redis-py has put each one's fields into a dict or not."""
+    return [
+        (entry_id, raw if isinstance(raw, dict) else dict(zip(raw[::2], raw[1::2], strict=True)))
+        for entry_id, raw in reply
+    ]
 
 
 def parse(entry_id: bytes, raw: Mapping[bytes, bytes]) -> Entry:
@@ -67,6 +80,11 @@ def cut(content: Content, after: int) -> Content:
         token_ids=content.token_ids[skip:],
         offsets=tuple(offset - head for offset in content.offsets[skip:]),
     )
+
+
+def head(content: Content, upto: int) -> str:
+    """The text of an entry up to position `upto`, which is within it."""
+    return content.text[: content.offsets[upto - content.start - 1]] if upto > content.start else ""
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

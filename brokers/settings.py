@@ -54,6 +54,7 @@ class Settings(BaseSettings):
     publish_window: Annotated[int, Field(ge=1)] = 256  # unconfirmed messages in flight; more gains nothing (measured)
     wait_max_s: Annotated[float, Field(gt=0)] = 60.0  # Prefer: wait=N at most
     heartbeat_s: Annotated[float, Field(gt=0)] = 15.0  # an SSE comment when nothing else is sent
+    rebuild_grace_s: Annotated[float, Field(ge=0)] = 10.0  # a stream that the store lost is waited for this long
     reader_grace_s: Annotated[float, Field(ge=0)] = 5.0  # OpenAI routes cancel a job whose reader is gone this long
 
     # Jobs

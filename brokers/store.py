@@ -117,9 +117,9 @@ class Store:
             await self._send(batch)
 
     async def _send(self, batch: list[tuple[calls.Call, asyncio.Future[Any]]]) -> None:
+        # A call waits for the pipeline in flight and for its own: half of its deadline each.
+        commands = [call.command for call, _ in batch]
         try:
-            # A call waits for the pipeline in flight and for its own: half of its deadline each.
-            commands = [call.command for call, _ in batch]
             replies = await pipeline.exchange(self._client, commands, timeout_s=self._settings.store_timeout_s / 2)
         except connect.ERRORS as error:
             batch += self._waiting  # they have waited their half of the deadline

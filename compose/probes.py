@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import httpx
 import pika
-import redis
 from pika.exceptions import AMQPError
 
-from brokers import names, topology
+from brokers import calls, connect, names, topology
 from brokers.settings import Settings
 
 _TIMEOUT = httpx.Timeout(1.0)
@@ -33,9 +32,9 @@ def consumed(settings: Settings, queue: str) -> bool:
 def has_leader(settings: Settings) -> bool:
     """Whether a reconciler of this region leads."""
     try:
-        with redis.Redis.from_url(settings.here.redis.get_secret_value(), socket_timeout=1.0) as client:
-            return bool(client.exists(names.leader(settings.region)))
-    except redis.RedisError:
+        with connect.blocking(settings, settings.region, timeout_s=1.0) as client:
+            return bool(connect.send(client, calls.Call(("EXISTS", names.leader(settings.region)), bool)))
+    except connect.ERRORS:
         return False
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from contextlib import suppress
 
 import msgspec
+import psutil
 
-from brokers import connect, names
+from brokers import calls, connect, names
 from workers.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ class Heartbeat(threading.Thread):
         self._runtime = runtime
         self._pid = pid
         self._stopped = threading.Event()
+        self._told = False
         settings = runtime.settings
         self._key = names.workers(settings.region)
         self._client = connect.blocking(settings, settings.region, timeout_s=settings.store_timeout_s)
@@ -30,17 +34,30 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._client.hset(self._key, self._runtime.name, msgspec.json.encode(self._report()))
+                self._send("HSET", self._runtime.name, msgspec.json.encode(self._report()))
             except connect.ERRORS as error:
                 log.debug("heartbeat: %s", type(error).__name__)
+            self._watch_memory()
             self._stopped.wait(_EVERY_S)
 
     def stop(self) -> None:
         self._stopped.set()
         self.join(timeout=2)
         with suppress(*connect.ERRORS):  # readers drop what is old
-            self._client.hdel(self._key, self._runtime.name)
+            self._send("HDEL", self._runtime.name)
         self._client.close()
+
+    def _send(self, verb: str, *args: str | bytes) -> None:
+        connect.send(self._client, calls.Call((verb, self._key, *args), bool))
+
+    def _watch_memory(self) -> None:
+        """A process that grew beyond its limit drains, as at SIGTERM; whoever supervises it starts a fresh one."""
+        limit = self._runtime.settings.max_rss_mb
+        rss = psutil.Process().memory_info().rss >> 20
+        if limit and rss > limit and not self._runtime.draining.is_set() and not self._told:
+            log.warning("this worker uses %d MB, more than max_rss_mb = %d: draining", rss, limit)
+            self._told = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _report(self) -> dict[str, object]:
         return {

@@ -13,8 +13,6 @@ import secrets
 import time
 from typing import Any
 
-from redis import Redis
-
 from brokers import calls, connect, entries
 from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream
 from brokers.envelope import Envelope
@@ -121,7 +119,11 @@ class Runner:
         refusal = None if engine else Failure("unknown_model", "This worker does not serve the job's model.")
         request = None
         if engine:
-            request, refusal = self._prepare(stream, writer.client, claimed)
+            try:
+                request, refusal = self._prepare(stream, writer, claimed)
+            except HandedBackError:
+                writer.remove(stream)
+                raise
         if engine is None or request is None:
             writer.push([(stream, (), (), Outcome(State.FAILED, FinishReason.ERROR, refusal))])
             stream.settled.wait()
@@ -131,12 +133,13 @@ class Runner:
         return self._wait(engine, run)
 
     def _prepare(
-        self, stream: OwnedStream, client: Redis, claimed: calls.Claimed
+        self, stream: OwnedStream, writer: ChunkWriter, claimed: calls.Claimed
     ) -> tuple[Request | None, Failure | None]:
         job = stream.job
         try:
             spec = self._runtime.sealer.open(first_generation(job), claimed.sealed)
-            _restore(stream, client, claimed.pos)
+            if claimed.pos:
+                _restore(stream, self._ask_until_answered(writer, calls.entries_of(stream.keys)), claimed.pos)
         except (SealBroken, UnknownSealKey) as error:
             log.error("job %s: %s", job.id, error.message)
             return None, Failure(error.code, "The job's sealed request cannot be opened.")
@@ -184,13 +187,11 @@ class LostContentError(Exception):
     """The stream does not hold what the record says was delivered."""
 
 
-def _restore(stream: OwnedStream, client: Redis, pos: int) -> None:
+def _restore(stream: OwnedStream, rows: list[entries.Row], pos: int) -> None:
     """Take up what earlier owners delivered."""
-    if pos == 0:
-        return
     token_ids: list[int] = []
     pieces: list[str] = []
-    for entry_id, raw in connect.send(client, calls.entries_of(stream.keys)):
+    for entry_id, raw in rows:
         entry = entries.parse(entry_id, raw)
         if isinstance(entry, Content) and entry.start == len(token_ids):
             token_ids += entry.token_ids

@@ -123,7 +123,8 @@ class _Hints(threading.Thread):
 
     def _listen(self) -> None:
         client = connect.blocking(self._runtime.settings, self._home, timeout_s=None)
-        with client, client.pubsub(ignore_subscribe_messages=True) as heard:  # type: ignore[no-untyped-call]
+        server = connect.one_server(client)
+        with client, server.pubsub(ignore_subscribe_messages=True) as heard:  # type: ignore[no-untyped-call]
             heard.subscribe(names.hints(self._home))
             for message in heard.listen():
                 self._runtime.cancel(message["data"].decode())

@@ -14,7 +14,7 @@ import msgspec
 import redis
 from rich.markup import escape
 
-from brokers import connect, names, topology
+from brokers import calls, connect, names, topology
 from brokers import settings as settings_module
 from brokers.errors import BrokerUnavailable, LingbotError
 from brokers.job import Lane
@@ -162,8 +162,12 @@ def _queues(settings: Settings) -> str:
 
 def _redis(settings: Settings) -> str:
     with _redis_client(settings) as client:
-        info = client.info()
-        appending = client.config_get("appendonly").get("appendonly")
+        return ", ".join(sorted({_redis_server(server) for server in connect.primaries(client)}))
+
+
+def _redis_server(server: redis.Redis) -> str:
+    info = server.info()
+    appending = server.config_get("appendonly").get("appendonly")
     version = str(info.get("valkey_version") or info["redis_version"])
     if int(version.split(".", maxsplit=1)[0]) < _OLDEST_REDIS:
         raise Fault(f"version {version} knows no functions", "Install Valkey, or Redis 7 or newer.")
@@ -179,8 +183,8 @@ def _redis(settings: Settings) -> str:
 
 def _functions(settings: Settings) -> str:
     with _redis_client(settings) as client:
-        libraries = client.function_list(names.FUNCTION_LIBRARY)
-    if not libraries:
+        lacking = [s for s in connect.primaries(client) if not s.function_list(names.FUNCTION_LIBRARY)]
+    if lacking:
         raise Fault(f"the library {names.FUNCTION_LIBRARY} is not loaded", "Start an API or a worker: each loads it.")
     return f"library {names.FUNCTION_LIBRARY} is loaded"
 
@@ -200,7 +204,7 @@ def _api(settings: Settings) -> str:
 
 def _workers(settings: Settings) -> str:
     with _redis_client(settings) as client:
-        raw = client.hvals(names.workers(settings.region))
+        raw = connect.send(client, calls.Call(("HVALS", names.workers(settings.region)), list))
     reports = [msgspec.json.decode(report) for report in raw]
     alive = [report for report in reports if report["at_ms"] >= time.time() * 1000 - SILENT_MS]
     if not alive:
@@ -244,7 +248,7 @@ def _ask(url: str, login: tuple[str, str] | None = None) -> httpx.Response:
 
 
 @contextmanager
-def _redis_client(settings: Settings) -> Iterator[redis.Redis]:
+def _redis_client(settings: Settings) -> Iterator[connect.Blocking]:
     try:
         with connect.blocking(settings, settings.region, timeout_s=3.0) as client:
             yield client

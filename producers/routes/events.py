@@ -66,7 +66,9 @@ def _frame(entry: Entry) -> bytes:
         return sse.event("token", TokenData(entry.pos, entry.text), cursor=entry.pos)
     if is_end(entry):
         return _end(entry)
-    return sse.event("progress", {"pos": entry.pos, "index": _INDEX, "kind": entry.kind, **entry.data})
+    # Other control entries leave the cursor; after a restart the client's is of a text that is no more.
+    cursor = entry.pos if entry.kind == "restarted" else None
+    return sse.event("progress", {"pos": entry.pos, "index": _INDEX, "kind": entry.kind, **entry.data}, cursor)
 
 
 def _end(entry: Control) -> bytes:

@@ -169,7 +169,8 @@ class Checker:
         """Every job of the tenant that the store knows."""
         region, parts = self._settings.region, range(self._settings.partitions)
         for part in map(names.partition_at, parts):
-            for job_id in self._client.zrange(names.tenant_jobs(region, part, self._tenant), 0, -1):
+            index = names.tenant_jobs(region, part, self._tenant)
+            for job_id in connect.send(self._client, calls.Call(("ZRANGE", index, 0, -1), list)):
                 job = connect.send(self._client, calls.fetch(names.record(region, part, job_id.decode())))
                 if job:
                     yield job
@@ -177,7 +178,8 @@ class Checker:
     def _counted(self) -> Counter[str]:
         counted: Counter[str] = Counter()
         for day in {datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d") for moment in (self._began, time.time())}:
-            found = self._client.hgetall(names.usage(self._settings.region, self._tenant, day))
+            usage = names.usage(self._settings.region, self._tenant, day)
+            found = connect.send(self._client, calls.Call(("HGETALL", usage), dict))
             counted.update({name.decode(): int(count) for name, count in found.items()})
         return Counter({name: count for name, count in counted.items() if count})
 

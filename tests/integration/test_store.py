@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import redis
 
 from brokers import calls, connect, entries
 from brokers.job import FinishReason, Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
@@ -40,7 +39,7 @@ def make_job(settings: Settings, *, tenant: str = "acme", lives_s: float = 60.0)
 class Writer:
     """A worker's side of one job, one blocking call at a time."""
 
-    def __init__(self, client: redis.Redis, settings: Settings, job: Job) -> None:
+    def __init__(self, client: connect.Blocking, settings: Settings, job: Job) -> None:
         self._client = client
         self._settings = settings
         self.job = job
@@ -220,7 +219,7 @@ def test_a_job_with_a_live_owner_is_left_alone(writer: Writer) -> None:
 def test_record_and_stream_expire_after_the_end(writer: Writer, settings: Settings) -> None:
     writer.claim()
     writer.finish(0)
-    left_ms = [writer._client.pttl(key) for key in (writer.keys.record, writer.keys.stream)]
+    left_ms = [writer._call(calls.Call(("PTTL", key), int)) for key in (writer.keys.record, writer.keys.stream)]
     assert all(0 < left <= settings.retention_s * 1000 for left in left_ms)
 
 
@@ -241,12 +240,13 @@ async def test_a_store_that_evicts_is_refused(store: Store, settings: Settings) 
     from brokers.errors import ConfigurationError
 
     with connect.blocking(settings, settings.region, timeout_s=5) as client:
-        client.config_set("maxmemory-policy", "allkeys-lru")
+        server = connect.one_server(client)
+        server.config_set("maxmemory-policy", "allkeys-lru")
         try:
             with pytest.raises(ConfigurationError, match="evicts"):
                 connect.prepare(client, settings)
         finally:
-            client.config_set("maxmemory-policy", "noeviction")
+            server.config_set("maxmemory-policy", "noeviction")
 
 
 def test_a_sealed_spec_opens_only_for_its_own_job(settings: Settings) -> None:

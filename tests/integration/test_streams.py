@@ -78,6 +78,10 @@ async def collect(reader: ChunkReader, job: Job, after: int = 0) -> list[Entry]:
         return [entry async for entry in reader.tail(job, after)]
 
 
+def send(writing: Writing, *command: str) -> None:
+    connect.send(writing.writer.client, calls.Call(command, bool))
+
+
 def text_of(found: list[Entry]) -> str:
     return "".join(entry.text for entry in found if isinstance(entry, Content))
 
@@ -145,7 +149,8 @@ async def test_a_reader_that_does_not_read_holds_up_nobody_and_little(
         await asyncio.sleep(0.0005)
     writing.push(stream, "quick", DONE)
     assert text_of(await reading) == "quick"
-    (tail,) = reader._tails
+    (multiplexer,) = reader._multiplexers.values()
+    (tail,) = multiplexer.tails
     assert tail.inbox.qsize() <= 8
     writing.push(slow_stream, "", DONE)
     text = ""
@@ -155,14 +160,14 @@ async def test_a_reader_that_does_not_read_holds_up_nobody_and_little(
     assert text == "x" * 8 * 1500
 
 
-async def test_a_stream_that_vanishes_is_told_as_gone(store: Store, reader: ChunkReader, settings: Settings) -> None:
+async def test_an_erased_stream_is_told_as_gone(store: Store, reader: ChunkReader, settings: Settings) -> None:
     job = await queued(store, settings)
     reading = asyncio.create_task(collect(reader, job))
     await asyncio.sleep(0.1)
-    with connect.blocking(settings, settings.region, timeout_s=5) as client:
-        client.delete(store.stream_key(job))
+    await store.erase(job)
     with pytest.raises(StreamGone):
-        await reading
+        async with asyncio.timeout(3):
+            await reading
 
 
 async def test_missing_text_is_told_as_a_gap(
@@ -173,7 +178,7 @@ async def test_missing_text_is_told_as_a_gap(
     for part in ("aaaaaaaa", "bbbbbbbb", "cccccccc"):
         writing.push(stream, part)
         await asyncio.sleep(0.1)
-    writing.writer.client.xdel(store.stream_key(job), "16-0")
+    send(writing, "XDEL", store.stream_key(job), "16-0")
     with pytest.raises(StreamGap):
         await collect(reader, job)
 
@@ -189,7 +194,7 @@ async def test_a_cancel_reaches_the_owner_within_a_second(store: Store, writing:
 async def test_a_replaced_owner_learns_that_it_is_fenced(store: Store, writing: Writing, settings: Settings) -> None:
     job = await queued(store, settings)
     stream = writing.own(job)
-    writing.writer.client.hset(stream.keys.record, "owner", "somebody")
+    send(writing, "HSET", stream.keys.record, "owner", "somebody")
     writing.push(stream, "zombie")
     assert stream.settled.wait(5)
     assert stream.lost == calls.Fenced()
