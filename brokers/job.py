@@ -9,6 +9,7 @@ A job is frozen and changes by copy. Its life, drawn in ARCHITECTURE.md:
 from __future__ import annotations
 
 import re
+import time
 from enum import StrEnum
 from typing import Any
 
@@ -177,6 +178,17 @@ Entry = Content | Control
 def new_job_id(home: str) -> str:
     """A fresh id; sorts by time within its home."""
     return home + str(ULID()).lower()
+
+
+def nth_job_id(first: str, index: int) -> str:
+    """The id of a request's job `index`, when its job 0 has this one: whoever knows one of them knows all."""
+    home, ulid = first[:-_ULID_LENGTH], ULID.from_str(first[-_ULID_LENGTH:].upper())
+    return home + str(ULID.from_int(int(ulid) + index)).lower()
+
+
+def id_age_s(job_id: str) -> float:
+    """Seconds since the id was drawn."""
+    return time.time() - ULID.from_str(job_id[-_ULID_LENGTH:].upper()).timestamp
 
 
 def home_of(job_id: str) -> str | None:

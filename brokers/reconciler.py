@@ -23,6 +23,7 @@ from brokers.publisher import Publisher
 from brokers.seal import Sealer
 from brokers.settings import Settings, load
 from brokers.store import Store
+from brokers.webhooks import Webhooks
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,24 @@ class Reconciler:
         self._store = Store(settings)
         self._publisher = Publisher(settings)
         self._sealer = Sealer(settings)
+        self._webhooks = Webhooks(settings, self._store, self._sealer)
         self._token = secrets.token_hex(8)
+        self._leads = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sweep until asked to stop. Outages are waited out."""
         await self._open(stop)
+        telling = asyncio.create_task(self._webhooks.run(lambda: self._leads))
         while not stop.is_set():
             try:
-                if await self._lead():
+                self._leads = await self._lead()
+                if self._leads:
                     await self.sweep()
             except LingbotError as error:
                 log.warning("sweep: %s", error.message)
             await _pause(stop, self._settings.sweep_s)
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
         await self._step_down()
         await self._publisher.close()
         await self._store.close()
@@ -115,7 +122,8 @@ class Reconciler:
 
     async def _publish_again(self, job: Job, verdict: calls.Publish) -> None:
         why = "due" if job.state is State.ACCEPTED else f"{job.state} with nobody at it"
-        log.warning("job %s was %s: published as generation %d", job.id, why, verdict.gen)
+        level = logging.INFO if job.start_ms and job.state is State.ACCEPTED else logging.WARNING
+        log.log(level, "job %s was %s: published as generation %d", job.id, why, verdict.gen)
         sealed = self._sealer.reseal(job, verdict.sealed, verdict.gen)
         await self._publisher.publish(msgspec.structs.replace(job, gen=verdict.gen), sealed)
         await self._store.queued(job)

@@ -25,10 +25,10 @@ from producers.documents import Plain
 from producers.front import Front, as_problem
 from producers.platform import Platform
 from producers.problems import Problem
-from producers.routes import events, jobs, keys, openai, operations
+from producers.routes import events, jobs, keys, openai, operations, usage
 
 _PLAIN = (*jobs.PLAIN, *events.PLAIN, *openai.PLAIN)
-_STRUCTS = (*jobs.STRUCTS, *events.STRUCTS, *openai.STRUCTS, *keys.STRUCTS, *operations.STRUCTS)
+_STRUCTS = (*jobs.STRUCTS, *events.STRUCTS, *openai.STRUCTS, *keys.STRUCTS, *operations.STRUCTS, *usage.STRUCTS)
 _ABOUT = """Submit generation jobs and read their text as it comes.
 
 Every error has a stable `code`, says what was wrong, and carries a `hint` and the `request_id` that is also in the
@@ -44,7 +44,7 @@ def create_app(settings: Settings) -> Front:
     app.router.routes.extend(map(_route, _PLAIN))
     secured = [Security(BEARER)]
     app.include_router(operations.router)
-    for module in (jobs, openai, keys):
+    for module in (jobs, openai, keys, usage):
         app.include_router(module.router, dependencies=secured)
     for kind in (Problem, LingbotError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)

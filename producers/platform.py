@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from brokers.chunk_reader import ChunkReader
 from brokers.errors import JobNotFound, Unavailable
-from brokers.job import Job, home_of
+from brokers.job import Job, State, home_of
 from brokers.keys import KeyStore, Principal
 from brokers.models import Registry
 from brokers.publisher import Publisher
@@ -87,7 +87,7 @@ class Platform:
         """A job of this tenant's. Raises JobNotFound, for another tenant's too."""
         home = await self.home(job_id)
         job = await home.store.get(job_id)
-        if job is None or job.tenant != principal.tenant:
+        if job is None or job.tenant != principal.tenant or job.state is State.ERASED:
             raise JobNotFound
         return job
 

@@ -62,9 +62,19 @@ CATALOGUE: dict[str, Entry] = {
     "invalid_api_key": Entry(401, "The API key is not valid", "Check the key; it may have been revoked."),
     "missing_scope": Entry(403, "The key lacks a scope", "Use a key that has the scope, or have one made."),
     "not_found": Entry(404, "No such address", "/docs lists the routes."),
+    "dead_letter_not_found": Entry(404, "No such dead letter", "GET /v1/dead lists those there are."),
+    "dead_webhook_not_found": Entry(
+        404, "No such webhook was given up", "GET /v1/webhooks/dead lists those there are."
+    ),
     "key_not_found": Entry(404, "No such API key", "GET /v1/keys lists the ids."),
     "method_not_allowed": Entry(405, "The route does not take this method", "The Allow header names those it takes."),
     "job_cancelled": Entry(409, "The job was cancelled", "Send the request again if you still want the answer."),
+    "idempotency_in_progress": Entry(
+        409, "A request with this key is in progress", "Send the request again after the time in Retry-After."
+    ),
+    "idempotency_key_reused": Entry(
+        422, "The key came with another request", "Use a new Idempotency-Key for every new request."
+    ),
     "body_timeout": Entry(408, "The body came too slowly", "Send the whole body at once."),
     "body_too_large": Entry(413, "The body is too large", "Send less."),
     "unsupported_encoding": Entry(415, "The body is compressed", "Send it without Content-Encoding."),

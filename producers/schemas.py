@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from brokers.job import Failure, FinishReason, Job, Kind, Lane, Sampling, State, Usage
+from brokers.job import Kind, Lane, Sampling
+from brokers.views import JobView
 from producers.bodies import check_text
 from producers.limits import STOP_CHARS, STOPS
 from producers.problems import Problem
@@ -51,6 +53,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     content: str | list[Part]
 
 
+class WebhookRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom to tell of the job's end, as Standard Webhooks says."""
+
+    url: Annotated[str, Meta(min_length=1, max_length=2048, description="https")]
+    secret: Annotated[str, Meta(max_length=100, description="24 to 64 bytes in base64; signs it")] | None = None
+
+
 class JobRequest(SamplingFields, kw_only=True, frozen=True):
     """A job. Give `prompt` or `messages`."""
 
@@ -61,59 +70,16 @@ class JobRequest(SamplingFields, kw_only=True, frozen=True):
     input: msgspec.Raw | UnsetType = UNSET
     max_tokens: Count | None = None
     lane: Lane = Lane.STANDARD
-    expires_in: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Seconds until it expires")] | None = None
+    expires_in: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Seconds it may take, from its start")] | None = (
+        None
+    )
+    start_at: Annotated[datetime, Meta(tz=True, description="Not before; or unix seconds")] | float | None = None
+    delay: Annotated[float, Meta(ge=0, description="Seconds before it starts")] | None = None
+    webhook: WebhookRequest | None = None
     metadata: Annotated[dict[Label, Note], Meta(max_length=16)] | None = None
     backpressure: Annotated[Literal["detach"], Meta(description="The job goes on without readers")] | None = None
     region: str | None = None
     residency: msgspec.Raw | UnsetType = UNSET
-    start_at: msgspec.Raw | UnsetType = UNSET
-    webhook: msgspec.Raw | UnsetType = UNSET
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job that has ended wrote."""
-
-    text: str
-    finish_reason: FinishReason | None
-
-
-class Urls(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to go on, relative to this server."""
-
-    self: str
-    events: str
-    cancel: str
-
-
-class StreamPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's Redis stream, and the position to read from."""
-
-    key: str
-    after: int = 0
-
-
-class JobView(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as the API shows it. Times are unix seconds."""
-
-    id: str
-    object: str = "job"
-    kind: Kind
-    status: State
-    model: str
-    lane: Lane
-    region: str
-    created_at: float
-    expires_at: float
-    attempt: int
-    position: int  # content tokens in the stream so far
-    urls: Urls
-    stream: StreamPlace
-    metadata: dict[str, str] = {}
-    started_at: float | UnsetType = UNSET
-    ended_at: float | UnsetType = UNSET
-    result: Result | UnsetType = UNSET
-    error: Failure | UnsetType = UNSET
-    usage: Usage | UnsetType = UNSET
 
 
 class JobPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,30 +89,6 @@ class JobPage(msgspec.Struct, frozen=True, kw_only=True):
     data: list[JobView]
     has_more: bool
     next_before: str | None = None
-
-
-def view(job: Job, stream_key: str, result: Result | None = None) -> JobView:
-    here = f"/v1/jobs/{job.id}"
-    return JobView(
-        id=job.id,
-        kind=job.kind,
-        status=job.state,
-        model=job.model,
-        lane=job.lane,
-        region=job.home,
-        created_at=job.created_ms / 1000,
-        expires_at=job.deadline_ms / 1000,
-        attempt=job.attempt,
-        position=job.pos,
-        urls=Urls(self=here, events=f"{here}/events", cancel=f"{here}/cancel"),
-        stream=StreamPlace(key=stream_key),
-        metadata=job.metadata,
-        started_at=_seconds(job.started_ms),
-        ended_at=_seconds(job.ended_ms),
-        result=result or UNSET,
-        error=job.failure or UNSET,
-        usage=job.usage or UNSET,
-    )
 
 
 def sampling(fields: SamplingFields, max_tokens: int, seed: int) -> Sampling:
@@ -192,7 +134,3 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     for text in stops:
         check_text(text, "stop")
     return stops
-
-
-def _seconds(ms: int | None) -> float | UnsetType:
-    return UNSET if ms is None else ms / 1000

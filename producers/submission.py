@@ -2,6 +2,8 @@
 
     draft -> job and sealed spec -> record (accepted) -> confirmed publish -> queued -> the client's 202
 
+A job that starts later stays `accepted`, and the reconciler publishes it when it is due.
+
 When the broker does not confirm, the record is withdrawn before the client hears 503; when it can no longer be (a
 worker has it already), or nobody can tell, the job exists and the client gets its 202.
 """
@@ -16,7 +18,7 @@ import time
 import msgspec
 
 from brokers.errors import BrokerUnavailable, StoreUnavailable, Unavailable
-from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
+from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, Webhook, new_job_id, nth_job_id
 from producers.platform import Platform
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: int
     metadata: dict[str, str] = {}
     choice: int = 0
+    start_ms: int | None = None  # `expires_s` counts from then
+    webhook: Webhook | None = None
 
 
 def new_seed() -> int:
@@ -45,18 +49,24 @@ def new_seed() -> int:
     return _random.getrandbits(53)
 
 
-async def submit(platform: Platform, draft: Draft) -> Job:
-    """The job, confirmed by the broker. Raises Unavailable when it will never run."""
+async def submit(platform: Platform, draft: Draft, job_id: str | None = None) -> Job:
+    """The job, confirmed by the broker. Raises Unavailable when it will never run.
+
+    A job that exists already under `job_id` is left as it is, and returned."""
     deadline = asyncio.get_running_loop().time() + _ANSWER_S
-    job = _job(platform, draft)
+    job = _job(platform, draft, job_id or new_job_id(platform.settings.region))
     sealed = platform.sealer.seal(job, TextSpec(draft.prompt_ids, draft.sampling, draft.choice))
     try:
-        await platform.store.create(job, sealed)
+        if not await platform.store.create(job, sealed):
+            return await platform.store.get(job.id) or job
     except StoreUnavailable:
         # It may have been written all the same: then it must not run behind the back of a client told 503.
         platform.later(_withdraw_later(platform, job))
         _count(platform, job, "unrecorded")
         raise
+    if job.start_ms is not None:
+        _count(platform, job, "scheduled")
+        return job
     try:
         await _publish(platform, job, sealed, deadline)
     except Unavailable as error:
@@ -64,11 +74,13 @@ async def submit(platform: Platform, draft: Draft) -> Job:
     return await _queued(platform, job)
 
 
-async def submit_all(platform: Platform, drafts: list[Draft]) -> list[Job]:
+async def submit_all(platform: Platform, drafts: list[Draft], first_id: str | None = None) -> list[Job]:
     """All of them or none: when one fails the others are cancelled, and its error raised."""
+    first_id = first_id or new_job_id(platform.settings.region)
     if len(drafts) == 1:
-        return [await submit(platform, drafts[0])]
-    outcomes = await asyncio.gather(*(submit(platform, draft) for draft in drafts), return_exceptions=True)
+        return [await submit(platform, drafts[0], first_id)]
+    submissions = (submit(platform, draft, nth_job_id(first_id, index)) for index, draft in enumerate(drafts))
+    outcomes = await asyncio.gather(*submissions, return_exceptions=True)
     jobs = [outcome for outcome in outcomes if isinstance(outcome, Job)]
     failure = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
     if failure:
@@ -84,11 +96,11 @@ async def cancel_all(platform: Platform, jobs: list[Job]) -> None:
             log.warning("a job nobody waits for was not cancelled: %s", type(outcome).__name__)
 
 
-def _job(platform: Platform, draft: Draft) -> Job:
+def _job(platform: Platform, draft: Draft, job_id: str) -> Job:
     region = platform.settings.region
     now_ms = int(time.time() * 1000)
-    return Job(
-        id=new_job_id(region),
+    job = Job(
+        id=job_id,
         tenant=draft.tenant,
         kind=Kind.TEXT,
         model=draft.model,
@@ -97,10 +109,14 @@ def _job(platform: Platform, draft: Draft) -> Job:
         place=region,
         state=State.ACCEPTED,
         created_ms=now_ms,
-        deadline_ms=now_ms + draft.expires_s * 1000,
+        deadline_ms=(draft.start_ms or now_ms) + draft.expires_s * 1000,
+        start_ms=draft.start_ms,
         prompt_tokens=len(draft.prompt_ids),
         metadata=draft.metadata,
     )
+    if draft.webhook is None:
+        return job
+    return msgspec.structs.replace(job, webhook=platform.sealer.seal_webhook(job, draft.webhook))
 
 
 async def _publish(platform: Platform, job: Job, sealed: bytes, deadline: float) -> None:

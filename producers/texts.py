@@ -10,8 +10,8 @@ import msgspec
 from brokers.chunk_reader import ChunkReader
 from brokers.errors import StreamGap, StreamGone
 from brokers.job import Content, Control, Entry, FinishReason, Job, State, Usage
+from brokers.views import Result
 from producers.limits import REPLAY_S
-from producers.schemas import Result
 from producers.tails import is_end
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """A request of OpenAI's answered by jobs: one job a choice, whole or as a stream.
 
-A reader that goes away takes its jobs with it, `reader_grace_s` later. A stream that breaks ends in an error frame and
+A reader that goes away takes its jobs with it, `reader_grace_s` later, unless its request has an Idempotency-Key: then
+others may be reading them, and it may come back for them. A stream that breaks ends in an error frame and
 without [DONE], so that it never looks finished.
 """
 
@@ -16,6 +17,7 @@ from brokers.errors import LingbotError
 from brokers.job import Content, Entry, Job, State, Usage
 from producers import problems, sse
 from producers.attendance import GoingAway, ReaderGone, attended, cancel_after_grace
+from producers.idempotency import REPLAYED
 from producers.openai.replies import Shape, total
 from producers.platform import Platform
 from producers.problems import Problem
@@ -35,10 +37,18 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     choices_per_prompt: int
     shape: Shape
     include_usage: bool = False
+    keyed: bool = False  # the request has an Idempotency-Key
+    replayed: bool = False  # and is not the first with it
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"X-Lingbot-Jobs": ",".join(job.id for job in self.jobs)}
+        jobs = {"X-Lingbot-Jobs": ",".join(job.id for job in self.jobs)}
+        return jobs | (REPLAYED if self.replayed else {})
+
+    def abandon(self, *, grace: bool = False) -> None:
+        """Nobody reads on: the jobs need not either."""
+        if not self.keyed:
+            self.platform.later((cancel_after_grace if grace else cancel_all)(self.platform, self.jobs))
 
 
 async def whole(request: Request, generation: Generation) -> Response:
@@ -47,10 +57,10 @@ async def whole(request: Request, generation: Generation) -> Response:
     try:
         texts = await attended(_read_all(generation), request.receive, platform)
     except ReaderGone:
-        platform.later(cancel_after_grace(platform, generation.jobs))
+        generation.abandon(grace=True)
         raise
     except (GoingAway, LingbotError, Problem) as error:
-        platform.later(cancel_all(platform, generation.jobs))
+        generation.abandon()
         if isinstance(error, GoingAway):
             raise Problem("shutting_down", "this server ends before the answer is whole") from None
         raise
@@ -61,7 +71,7 @@ async def whole(request: Request, generation: Generation) -> Response:
 
 async def stream(request: Request, generation: Generation) -> Response:
     """The answer as it comes."""
-    platform, jobs = generation.platform, generation.jobs
+    platform = generation.platform
     tails = await _tails(generation)
     going = problems.openai_body(Problem("shutting_down", "this server is going away"), request.scope["request_id"])
     return sse.EventStream(
@@ -69,7 +79,7 @@ async def stream(request: Request, generation: Generation) -> Response:
         _frames(generation, tails, request.scope["request_id"]),
         platform,
         farewell=sse.data(going),
-        on_cut=lambda: platform.later(cancel_after_grace(platform, jobs)),
+        on_cut=lambda: generation.abandon(grace=True),
         headers=generation.headers,
     )
 
@@ -107,7 +117,7 @@ async def _frames(generation: Generation, tails: Tails, request_id: str) -> Asyn
             yield b"".join(_frame(shape, usages, index, entry) for index, entry in ready) or sse.HEARTBEAT
         yield _last_frames(generation, usages)
     except (LingbotError, Problem) as error:
-        platform.later(cancel_all(platform, generation.jobs))
+        generation.abandon()
         problem = error if isinstance(error, Problem) else problems.of(error)
         yield sse.data(problems.openai_body(problem, request_id))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Annotated
 
 import msgspec
@@ -15,17 +16,21 @@ from brokers.errors import JobNotFound, StreamGap, StreamGone
 from brokers.job import Job, Kind, State, home_of
 from brokers.keys import Principal
 from brokers.models import Model
+from brokers.views import JobView, Result, view
 from producers import prompts, texts
 from producers.attendance import GoingAway, ReaderGone, attended
 from producers.auth import Reader, Right, Submitter, authorize
 from producers.bodies import decode, read
 from producers.documents import BODY, PROMPT, PUBLISH, Plain, answer, body_of, failures, header
+from producers.idempotency import KEY, ONCE, REPLAYED, once, submit_once
 from producers.limits import DEFAULT_MAX_TOKENS, PAGE, PAGE_MOST, SCAN_MOST
 from producers.platform import Platform, platform_of
 from producers.problems import Problem
 from producers.replies import reply
-from producers.schemas import JobPage, JobRequest, JobView, Result, conversation, sampling, view
-from producers.submission import Draft, new_seed, submit
+from producers.schedules import expires_s, start_ms
+from producers.schemas import JobPage, JobRequest, conversation, sampling
+from producers.submission import Draft, new_seed
+from producers.webhooks import checked
 
 router = APIRouter(tags=["jobs"])
 
@@ -39,10 +44,12 @@ async def create_job(request: Request) -> Response:
     principal = await authorize(request, Right.SUBMIT)
     body = decode(_decoder, await read(request, platform.settings.max_body_bytes))
     wait_s = min(_wait_asked(request), platform.settings.wait_max_s)
-    job = await submit(platform, await _draft(platform, principal, body))
-    if wait_s <= 0:
-        return _shown(platform, job, 202)
-    return await _wait(request, platform, job, wait_s)
+    (job,), replayed = await submit_once(
+        platform, once(request, principal, body), [await _draft(platform, principal, body)]
+    )
+    response = await _wait(request, platform, job, wait_s) if wait_s > 0 else _shown(platform, job, 202)
+    response.headers.update(REPLAYED if replayed else {})
+    return response
 
 
 @router.get("/v1/jobs/{job_id}", responses={200: answer("The job, with its text once it has ended", JobView), **_ONE})
@@ -97,6 +104,17 @@ async def cancel_job(request: Request, job_id: str, caller: Submitter) -> Respon
     return _shown(platform, now, 200 if now.ended else 202)
 
 
+@router.delete("/v1/jobs/{job_id}", status_code=204, responses={204: answer("Nothing of it is left"), **_ONE})
+async def erase_job(request: Request, job_id: str, caller: Submitter) -> Response:
+    """Delete a job with its text, now. One that still runs ends; what it has used is still accounted for."""
+    platform = platform_of(request)
+    job = await platform.job(caller, job_id)
+    home = await platform.home(job_id)
+    if await home.store.erase(job) is None:
+        raise JobNotFound
+    return Response(status_code=204)
+
+
 async def _draft(platform: Platform, principal: Principal, body: JobRequest) -> Draft:
     _refuse_what_is_to_come(platform, body)
     model = prompts.text_model(platform, body.model)
@@ -107,8 +125,10 @@ async def _draft(platform: Platform, principal: Principal, body: JobRequest) -> 
         lane=body.lane,
         prompt_ids=fit.ids,
         sampling=sampling(body, fit.max_tokens, new_seed()),
-        expires_s=_expires(platform, body.expires_in),
+        expires_s=expires_s(platform.settings, body),
         metadata=body.metadata or {},
+        start_ms=start_ms(platform.settings, body, time.time()),
+        webhook=checked(platform.settings, body.webhook),
     )
 
 
@@ -121,7 +141,7 @@ async def _encode(platform: Platform, model: Model, body: JobRequest) -> prompts
 
 
 def _refuse_what_is_to_come(platform: Platform, body: JobRequest) -> None:
-    for name in ("input", "residency", "start_at", "webhook"):
+    for name in ("input", "residency"):
         if getattr(body, name) not in (msgspec.UNSET, b"null"):
             raise Problem("not_supported_yet", f"{name} is not supported yet", param=name)
     if body.kind not in (None, Kind.TEXT):
@@ -131,13 +151,6 @@ def _refuse_what_is_to_come(platform: Platform, body: JobRequest) -> None:
         raise Problem(
             "not_supported_yet", f"choosing a region is not supported yet; this one is {here}", param="region"
         )
-
-
-def _expires(platform: Platform, asked: int | None) -> int:
-    most = platform.settings.max_expires_s
-    if asked is not None and asked > most:
-        raise Problem("invalid_parameter", f"expires_in: at most {most} seconds", param="expires_in")
-    return asked or platform.settings.default_expires_s
 
 
 def _wait_asked(request: Request) -> float:
@@ -196,14 +209,15 @@ PLAIN = (
             "tags": ["jobs"],
             "operationId": "create_job",
             "summary": "Create Job",
-            "description": "Submit a job. 202 means that the broker has it safe. With `Prefer: wait=N` the answer "
+            "description": "Submit a job. 202 means that the broker has it safe, or for a job that starts later, the "
+            "store. With `Prefer: wait=N` the answer "
             "waits up to N seconds for the job to end, and is 200 with its result when it does.",
-            "parameters": [header("Prefer", "`wait=N`: wait up to N seconds for the result")],
+            "parameters": [KEY, header("Prefer", "`wait=N`: wait up to N seconds for the result")],
             "requestBody": body_of(JobRequest),
             "responses": {
                 200: answer("The job has ended within the wait", JobView),
                 202: answer("The job is queued", JobView),
-                **failures(*BODY, *PROMPT, *PUBLISH, "not_supported_yet", "unsupported_parameter"),
+                **failures(*BODY, *PROMPT, *PUBLISH, *ONCE, "not_supported_yet", "unsupported_parameter"),
             },
         },
     ),

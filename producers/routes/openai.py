@@ -13,6 +13,7 @@ from producers import prompts
 from producers.auth import Anyone, Right, authorize
 from producers.bodies import decode, read
 from producers.documents import BODY, PROMPT, PUBLISH, Handler, Plain, answer, body_of, failures
+from producers.idempotency import KEY, ONCE, Once, once, submit_once
 from producers.limits import DEFAULT_MAX_TOKENS, OPENAI_EXPIRES_S
 from producers.openai import generation
 from producers.openai.replies import ChatCompletion, ChatShape, Completion, CompletionShape, Shape
@@ -28,7 +29,7 @@ from producers.platform import Platform, platform_of
 from producers.problems import Problem
 from producers.replies import reply
 from producers.schemas import conversation, sampling
-from producers.submission import Draft, new_seed, submit_all
+from producers.submission import Draft, new_seed
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -67,7 +68,8 @@ async def create_chat_completion(request: Request) -> Response:
     model = prompts.text_model(platform, body.model)
     ids = await prompts.encode_chat(platform, model, conversation(body.messages))
     fit = prompts.fit(model, ids, max_tokens, DEFAULT_MAX_TOKENS)
-    return await _generate(request, platform, _drafts(platform, principal, body, model, [fit]), body)
+    drafts = _drafts(platform, principal, body, model, [fit])
+    return await _generate(request, platform, once(request, principal, body), drafts, body)
 
 
 async def create_completion(request: Request) -> Response:
@@ -79,7 +81,8 @@ async def create_completion(request: Request) -> Response:
     model = prompts.text_model(platform, body.model)
     encoded = [await _encode(platform, model, prompt) for prompt in asked]
     fits = [prompts.fit(model, ids, body.max_tokens, _COMPLETION_MAX_TOKENS) for ids in encoded]
-    return await _generate(request, platform, _drafts(platform, principal, body, model, fits), body)
+    drafts = _drafts(platform, principal, body, model, fits)
+    return await _generate(request, platform, once(request, principal, body), drafts, body)
 
 
 @router.get("/v1/models", responses={200: answer("The models", ModelList), **failures(openai=True)})
@@ -97,14 +100,18 @@ async def show_model(request: Request, model: str, _: Anyone) -> Response:
     return reply(_model_object(platform_of(request).registry.get(model)))
 
 
-async def _generate(request: Request, platform: Platform, drafts: list[Draft], body: GenerationRequest) -> Response:
-    jobs = await submit_all(platform, drafts)
+async def _generate(
+    request: Request, platform: Platform, key: Once | None, drafts: list[Draft], body: GenerationRequest
+) -> Response:
+    jobs, replayed = await submit_once(platform, key, drafts)
     generated = generation.Generation(
         platform=platform,
         jobs=jobs,
         choices_per_prompt=body.n or 1,
         shape=_shape(body, jobs[0].id, jobs[0].created_ms // 1000),
         include_usage=body.include_usage,
+        keyed=key is not None,
+        replayed=replayed,
     )
     return await (generation.stream if body.stream else generation.whole)(request, generated)
 
@@ -168,11 +175,12 @@ def _plain(path: str, handler: Handler, name: str, request: type, response: type
         "summary": name.replace("_", " ").title(),
         "description": f"{about} With `stream: true` the answer is a stream of chunks that ends in `data: [DONE]`; one "
         "that breaks ends in an `error` frame instead. Fields that would be ignored are refused.",
+        "parameters": [KEY],
         "requestBody": body_of(request),
         "responses": {
             200: answer("The answer", response),
             **failures(
-                *(*BODY, *PROMPT, *PUBLISH, "unsupported_parameter", "job_cancelled", "generation_failed"),
+                *(*BODY, *PROMPT, *PUBLISH, *ONCE, "unsupported_parameter", "job_cancelled", "generation_failed"),
                 *("job_expired", "shutting_down"),
                 openai=True,
             ),

@@ -230,7 +230,7 @@ def test_every_route_is_in_the_document(platform: Platform) -> None:
     for methods in document["paths"].values():
         for operation in methods.values():
             assert operation["summary"]
-            assert "422" not in operation["responses"]
+            assert "HTTPValidationError" not in str(operation["responses"])  # FastAPI's own shape
     assert "JobRequest" in document["components"]["schemas"]
 
 
