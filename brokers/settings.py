@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     flush_ms: Annotated[int, Field(ge=0)] = 25  # ... or after this time, the first token at once
     window_tokens: Annotated[int, Field(ge=16)] = 4096  # not durable in one home; then its sequences pause
     engine_hang_s: Annotated[float, Field(gt=0)] = 30.0  # an engine that reports nothing this long is killed
+    max_rss_mb: Annotated[int, Field(ge=0)] = 4096  # a worker above it (its engine apart) drains and ends; 0 never
     drain_s: Annotated[float, Field(ge=0)] = 30.0  # what runs longer after SIGTERM is handed back
 
     # The reconciler

@@ -65,10 +65,12 @@ class Client:
         self.sealer = Sealer(settings)
         self.model = Registry(settings.models_dir).get(SCRIPTED_MODEL)
 
-    async def submit(self, prompt: str, sampling: Sampling, *, lives_s: float = 60.0) -> Job:
+    async def submit(
+        self, prompt: str, sampling: Sampling, *, lives_s: float = 60.0, lane: Lane = Lane.STANDARD
+    ) -> Job:
         ids = self.model.encode(prompt)
         job = msgspec.structs.replace(
-            make_job(self.settings, lives_s=lives_s), model=SCRIPTED_MODEL, prompt_tokens=len(ids)
+            make_job(self.settings, lives_s=lives_s), model=SCRIPTED_MODEL, prompt_tokens=len(ids), lane=lane
         )
         sealed = self.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=sampling))
         await self.store.create(job, sealed)
@@ -155,6 +157,18 @@ async def test_a_message_delivered_twice_runs_once(client: Client) -> None:
     assert record.attempt == 1
 
 
+async def test_bulk_work_in_hand_does_not_hold_up_an_interactive_job(client: Client) -> None:
+    slow = Sampling(max_tokens=400, ignore_eos=True)
+    bulk = [await client.submit(f"bulk {n} !slow@2", slow, lane=Lane.BATCH) for n in range(40)]
+    await asyncio.sleep(0.5)
+    job = await client.submit("quick", Sampling(max_tokens=5, ignore_eos=True), lane=Lane.INTERACTIVE)
+    assert end_of(await client.read(job))["status"] == "succeeded"
+    states = [record.state for record in [await client.store.get(one.id) for one in bulk] if record]
+    assert State.QUEUED in states  # they are far from done
+    for one in bulk:
+        await client.store.cancel(one)
+
+
 async def test_a_revoke_that_comes_before_the_message_ends_the_job(client: Client) -> None:
     from workers.app import create_app
 
@@ -208,3 +222,20 @@ async def test_a_killed_worker_is_continued_by_another_without_a_seam(
         wait_until_it_consumes(worker, client.settings)
         second.stop(grace_s=10)
     assert texts == reference
+
+
+def test_a_worker_that_grew_too_large_drains_and_ends(state: Path, settings: Settings, worker: Process) -> None:
+    large = Process(
+        "large",
+        commands.worker(settings, [SCRIPTED_MODEL], name="large"),
+        env=commands.environment(state / "lingbot.toml", max_rss_mb=20),
+        log=state / "logs" / "large.log",
+        pid_file=state / "run" / "large.pid",
+    )
+    large.spawn()
+    deadline = time.monotonic() + 30
+    while large.alive:
+        assert time.monotonic() < deadline, large.tail(30)
+        time.sleep(0.1)
+    assert large.exit_code == 0, large.tail(30)
+    assert "more than max_rss_mb = 20" in large.log.read_text()
