@@ -25,10 +25,18 @@ from producers.documents import Plain
 from producers.front import Front, as_problem
 from producers.platform import Platform
 from producers.problems import Problem
-from producers.routes import events, jobs, keys, openai, operations, usage
+from producers.routes import events, jobs, keys, openai, operations, usage, webhooks
 
 _PLAIN = (*jobs.PLAIN, *events.PLAIN, *openai.PLAIN)
-_STRUCTS = (*jobs.STRUCTS, *events.STRUCTS, *openai.STRUCTS, *keys.STRUCTS, *operations.STRUCTS, *usage.STRUCTS)
+_STRUCTS = (
+    *jobs.STRUCTS,
+    *events.STRUCTS,
+    *openai.STRUCTS,
+    *keys.STRUCTS,
+    *operations.STRUCTS,
+    *usage.STRUCTS,
+    *webhooks.STRUCTS,
+)
 _ABOUT = """Submit generation jobs and read their text as it comes.
 
 Every error has a stable `code`, says what was wrong, and carries a `hint` and the `request_id` that is also in the
@@ -44,7 +52,7 @@ def create_app(settings: Settings) -> Front:
     app.router.routes.extend(map(_route, _PLAIN))
     secured = [Security(BEARER)]
     app.include_router(operations.router)
-    for module in (jobs, openai, keys, usage):
+    for module in (jobs, openai, keys, usage, webhooks):
         app.include_router(module.router, dependencies=secured)
     for kind in (Problem, LingbotError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)

@@ -83,6 +83,8 @@ def settings(state: Path, models_dir: Path, rabbitmq: RabbitMQ, valkey: Valkey, 
         "runtime_dir": state / "run",
         "seal_keys": {"test": base64.b64encode(secrets.token_bytes(32)).decode()},
         "port": ports.take("api"),
+        "webhook_allow_loopback": True,  # the receiver is on this machine
+        "webhook_retries_s": [0.1, 0.2, 0.3],
     }
     path = state / "lingbot.toml"
     with pytest.MonkeyPatch.context() as patch:
