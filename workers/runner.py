@@ -58,7 +58,13 @@ class Runner:
         if engine and not engine.in_service:
             raise HandedBackError
         if found := self._runtime.find(envelope.job):
-            return self._wait(*found)  # delivered again after a lost connection: adopted, nothing starts anew
+            adopted = self._wait(*found)  # delivered again after a lost connection: nothing starts anew
+            if found[1].stream.lost is None:
+                return adopted
+            # The run was not ours any more, and this message may be the one that its job was published again with.
+        return self._run(envelope)
+
+    def _run(self, envelope: Envelope) -> str:
         job = envelope.to_job()
         writer = self._runtime.writer(job.home)
         token = secrets.token_hex(8)

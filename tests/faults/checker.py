@@ -63,7 +63,7 @@ class Checker:
 
     def __init__(self, settings: Settings, tenant: str) -> None:
         self._settings = settings
-        self._tenant = tenant
+        self.tenant = tenant
         self._client = connect.blocking(settings, settings.region, timeout_s=10.0)
         self._registry = Registry(settings.models_dir)
         self._began = time.time()
@@ -169,7 +169,7 @@ class Checker:
         """Every job of the tenant that the store knows."""
         region, parts = self._settings.region, range(self._settings.partitions)
         for part in map(names.partition_at, parts):
-            index = names.tenant_jobs(region, part, self._tenant)
+            index = names.tenant_jobs(region, part, self.tenant)
             for job_id in connect.send(self._client, calls.Call(("ZRANGE", index, 0, -1), list)):
                 job = connect.send(self._client, calls.fetch(names.record(region, part, job_id.decode())))
                 if job:
@@ -178,7 +178,7 @@ class Checker:
     def _counted(self) -> Counter[str]:
         counted: Counter[str] = Counter()
         for day in {datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d") for moment in (self._began, time.time())}:
-            usage = names.usage(self._settings.region, self._tenant, day)
+            usage = names.usage(self._settings.region, self.tenant, day)
             found = connect.send(self._client, calls.Call(("HGETALL", usage), dict))
             counted.update({name.decode(): int(count) for name, count in found.items()})
         return Counter({name: count for name, count in counted.items() if count})

@@ -186,6 +186,13 @@ class Load:
             time.sleep(0.05)
         return time.monotonic() - began
 
+    def taken_over(self, since: float) -> int:
+        """How many streams another worker has taken over since then."""
+        return sum(
+            any(heard.at > since and heard.data.get("kind") == "taken_over" for heard in reading.heard)
+            for reading in list(self.journal.readings)
+        )
+
     def __enter__(self) -> Self:
         return self.start()
 

@@ -59,10 +59,10 @@ def test_a_frozen_worker_is_replaced_and_then_fenced(rig: Rig, tell: Tell, times
             load.wait_flowing(_CLIENTS, timeout_s=30)
             victim = rig.workers[n % 2]
             before = rig.log(victim).count("'fenced'")
+            frozen = time.monotonic()
             rig.freeze(victim)
             try:
-                time.sleep(1.5)  # what flowed has stopped
-                load.wait_flowing(_CLIENTS, timeout_s=20)
+                assert until(lambda since=frozen: load.taken_over(since) > 0)
             finally:
                 rig.thaw(victim)
             time.sleep(2)
