@@ -83,6 +83,12 @@ def unpack(kwargs: dict[str, Any]) -> Envelope:
     return msgspec.convert(kwargs, Envelope)
 
 
+def decode(body: bytes) -> Envelope:
+    """The envelope in a message's body. Raises msgspec.MsgspecError."""
+    _, kwargs, _ = msgspec.json.decode(body, type=tuple[Any, dict[str, Any], Any])
+    return unpack(kwargs)
+
+
 def encode(envelope: Envelope) -> tuple[BasicProperties, bytes]:
     """Properties and body of the AMQP message. The task id is the job id, so Flower finds a job by its own name."""
     # What protocol 2 needs and no more: each header costs a microsecond to encode, and what is absent is None.

@@ -68,8 +68,8 @@ def parameters(url: str, timeout_s: float = 5.0) -> pika.URLParameters:
 def declare(settings: Settings, models: Iterable[str], region: str | None = None) -> None:
     """Make everything exist. Raises ConfigurationError when a queue exists with other arguments."""
     region = region or settings.region
-    with _connection(settings, region) as connection:
-        channel = connection.channel()
+    with connection(settings, region) as opened:
+        channel = opened.channel()
         channel.exchange_declare(names.EXCHANGE, "direct", durable=True)
         channel.exchange_declare(names.DEAD_EXCHANGE, "fanout", durable=True)
         for queue in queues(settings, region, models):
@@ -80,8 +80,8 @@ def declare(settings: Settings, models: Iterable[str], region: str | None = None
 def check(settings: Settings, models: Iterable[str], region: str | None = None) -> list[str]:
     """What is wrong with the queues, one sentence each, without changing anything that exists."""
     region = region or settings.region
-    with _connection(settings, region) as connection:
-        found = [_fault(connection, queue) for queue in queues(settings, region, models)]
+    with connection(settings, region) as opened:
+        found = [_fault(opened, queue) for queue in queues(settings, region, models)]
     return [fault for fault in found if fault]
 
 
@@ -109,13 +109,14 @@ def _missing(channel: BlockingChannel, queue: QueueSpec) -> str | None:
 
 
 @contextmanager
-def _connection(settings: Settings, region: str) -> Iterator[pika.BlockingConnection]:
+def connection(settings: Settings, region: str) -> Iterator[pika.BlockingConnection]:
+    """A connection for a few commands. Raises BrokerUnavailable when there is none to be had."""
     try:
-        connection = pika.BlockingConnection(parameters(settings.reach(region).amqp.get_secret_value()))
+        opened = pika.BlockingConnection(parameters(settings.reach(region).amqp.get_secret_value()))
     except (AMQPError, OSError) as error:
         raise BrokerUnavailable(f"RabbitMQ of region {region} cannot be reached: {type(error).__name__}") from error
     try:
-        yield connection
+        yield opened
     finally:
-        if connection.is_open:
-            connection.close()
+        if opened.is_open:
+            opened.close()

@@ -25,7 +25,7 @@ from producers.documents import Plain
 from producers.front import Front, as_problem
 from producers.platform import Platform
 from producers.problems import Problem
-from producers.routes import events, jobs, keys, openai, operations, usage, webhooks
+from producers.routes import dead, events, jobs, keys, openai, operations, usage, webhooks
 
 _PLAIN = (*jobs.PLAIN, *events.PLAIN, *openai.PLAIN)
 _STRUCTS = (
@@ -52,7 +52,7 @@ def create_app(settings: Settings) -> Front:
     app.router.routes.extend(map(_route, _PLAIN))
     secured = [Security(BEARER)]
     app.include_router(operations.router)
-    for module in (jobs, openai, keys, usage, webhooks):
+    for module in (jobs, openai, keys, usage, webhooks, dead):
         app.include_router(module.router, dependencies=secured)
     for kind in (Problem, LingbotError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)

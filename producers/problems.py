@@ -32,6 +32,7 @@ _LINGBOT = {
     "unsupported_model": (400, "The model cannot do this"),
     "bad_prompt": (400, "The prompt cannot be rendered"),
     "job_not_found": (404, "No such job"),
+    "dead_letter_not_found": (404, "No such dead letter"),
     "stream_gone": (410, "The stream is gone"),
     "stream_gap": (410, "The stream has a gap"),
     "unavailable": (503, "Not available right now"),
@@ -62,7 +63,7 @@ CATALOGUE: dict[str, Entry] = {
     "invalid_api_key": Entry(401, "The API key is not valid", "Check the key; it may have been revoked."),
     "missing_scope": Entry(403, "The key lacks a scope", "Use a key that has the scope, or have one made."),
     "not_found": Entry(404, "No such address", "/docs lists the routes."),
-    "dead_letter_not_found": Entry(404, "No such dead letter", "GET /v1/dead lists those there are."),
+    "dead_letter_unreadable": Entry(409, "The dead letter is no job's", "Drop it; there is nothing to replay."),
     "dead_webhook_not_found": Entry(
         404, "No such webhook was given up", "GET /v1/webhooks/dead lists those there are."
     ),

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from brokers.errors import LingbotError
 from brokers.job import TERMINAL, Lane
-from compose.cli import keys, models, output
+from compose.cli import dead, keys, models, output
 from compose.cli.options import JsonOption, KeyOption, StateOption, UrlOption, connected
 
 _STATE = Path(".lingbot")
@@ -33,6 +33,8 @@ class Group(TyperGroup):
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, help="The generation platform.")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
+app.add_typer(dead.app, name="dead")
+app.add_typer(dead.webhooks, name="webhooks")
 
 
 @app.command()
@@ -155,6 +157,16 @@ def cancel(
     with connected(url, key) as client:
         status = client.post(f"/v1/jobs/{job}/cancel")["status"]
     output.remark(f"{job} is {status}" if status in TERMINAL else f"{job} was {status} and ends now")
+
+
+@app.command()
+def erase(
+    job: Annotated[str, typer.Argument(help="The job's id.")], url: UrlOption = None, key: KeyOption = None
+) -> None:
+    """Delete a job with its text, for good. One that still runs ends."""
+    with connected(url, key) as client:
+        client.delete(f"/v1/jobs/{job}")
+    output.remark(f"{job} is erased")
 
 
 @app.command("jobs")

@@ -1,0 +1,111 @@
+"""Dead letters: jobs that workers gave up on. List, show, replay as new jobs, drop. For whoever runs the platform."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from brokers.dead import DeadLetter, DeadLetters, Held
+from brokers.envelope import Envelope
+from brokers.job import Job
+from brokers.views import JobView, view
+from producers.auth import Admin
+from producers.documents import PUBLISH, answer, failures
+from producers.limits import PAGE, PAGE_MOST
+from producers.platform import Platform, platform_of
+from producers.problems import Problem
+from producers.replies import reply
+from producers.submission import Draft, submit
+
+router = APIRouter(tags=["dead letters"])
+
+_ONE = failures("dead_letter_not_found", "broker_unavailable")
+
+
+class DeadLetterList(msgspec.Struct, frozen=True, kw_only=True):
+    """The oldest first."""
+
+    object: str = "list"
+    data: list[DeadLetter]
+
+
+@router.get("/v1/dead", responses={200: answer("The letters", DeadLetterList), **failures("broker_unavailable")})
+async def list_dead_letters(
+    request: Request, _: Admin, limit: Annotated[int, Query(ge=1, le=PAGE_MOST, description="Of them at most")] = PAGE
+) -> Response:
+    """Messages in this region's dead-letter queue, the oldest first."""
+    return reply(DeadLetterList(data=await _letters(request).oldest(limit)))
+
+
+@router.get("/v1/dead/{job_id}", responses={200: answer("The letter", DeadLetter), **_ONE})
+async def show_dead_letter(request: Request, job_id: str, _: Admin) -> Response:
+    """One dead letter."""
+    async with _letters(request).hold(job_id) as held:
+        return reply(held.letter)
+
+
+@router.post(
+    "/v1/dead/{job_id}/replay",
+    status_code=202,
+    responses={
+        202: answer("The new job", JobView),
+        **failures("dead_letter_not_found", "dead_letter_unreadable", *PUBLISH),
+    },
+)
+async def replay_dead_letter(request: Request, job_id: str, _: Admin) -> Response:
+    """Submit the same again as a new job of the same tenant. The letter is dropped once that is safe."""
+    platform = platform_of(request)
+    async with _letters(request).hold(job_id) as held:
+        job = await submit(platform, await _draft(platform, held))
+        await held.drop()
+    return reply(view(job, platform.store.stream_key(job)), 202)
+
+
+@router.delete("/v1/dead/{job_id}", status_code=204, responses={204: answer("It is gone"), **_ONE})
+async def drop_dead_letter(request: Request, job_id: str, _: Admin) -> Response:
+    """Drop a dead letter. Its job's record stays as it is."""
+    async with _letters(request).hold(job_id) as held:
+        await held.drop()
+    return Response(status_code=204)
+
+
+def _letters(request: Request) -> DeadLetters:
+    return DeadLetters(platform_of(request).settings)
+
+
+async def _draft(platform: Platform, held: Held) -> Draft:
+    """The letter's job once more. Raises Problem, SealBroken, UnknownSealKey."""
+    if held.envelope is None:
+        raise Problem("dead_letter_unreadable", "this message is no job's")
+    old = held.envelope.to_job()
+    spec = platform.sealer.open(old, held.envelope.sealed_spec())
+    return Draft(
+        tenant=old.tenant,
+        model=old.model,
+        lane=old.lane,
+        prompt_ids=spec.prompt_ids,
+        sampling=spec.sampling,
+        expires_s=min(_lifetime_s(old), platform.settings.max_expires_s),
+        metadata=await _metadata(platform, held.envelope),
+        choice=spec.choice,
+        webhook=platform.sealer.open_webhook(old, old.webhook) if old.webhook else None,
+    )
+
+
+def _lifetime_s(job: Job) -> int:
+    # From its creation: a message does not say when its job was to start.
+    return max(1, (job.deadline_ms - job.created_ms) // 1000)
+
+
+async def _metadata(platform: Platform, envelope: Envelope) -> dict[str, str]:
+    """The old record's, as long as there is one."""
+    home = await platform.home(envelope.job)
+    record = await home.store.get(envelope.job)
+    return record.metadata if record else {}
+
+
+STRUCTS = (DeadLetter, DeadLetterList)
