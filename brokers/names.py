@@ -105,6 +105,11 @@ def wake(region: str, part: str, process: str) -> str:
     return f"lb:{region}:{part}:wake:{process}"
 
 
+def durable(region: str, part: str) -> str:
+    """Written in order to wait until what came before it is on disk."""
+    return f"lb:{region}:{part}:durable"
+
+
 def hints(region: str) -> str:
     """Pub/sub channel on which workers hear of cancels at once; the durable flag is in the record."""
     return f"lb:{region}:hints"

@@ -10,8 +10,10 @@ import asyncio
 import logging
 from typing import Any
 
+import redis.asyncio as aredis
+
 from brokers import calls, connect, names, pipeline
-from brokers.errors import StoreUnavailable
+from brokers.errors import LingbotError, StoreUnavailable
 from brokers.job import Job, State, home_of
 from brokers.settings import Settings
 
@@ -27,14 +29,15 @@ class Store:
         self._client = connect.asynchronous(settings, self.region)
         self._waiting: list[tuple[calls.Call, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Check the store and load its functions. Raises StoreUnavailable or ConfigurationError."""
         await asyncio.to_thread(self._prepare)
 
     async def close(self) -> None:
-        if self._sender:
-            await asyncio.gather(self._sender, return_exceptions=True)
+        tasks = [task for task in (self._sender, self._preparing) if task]
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
     async def ping(self) -> None:
@@ -56,6 +59,21 @@ class Store:
         """The state after the request; None when the record is gone."""
         state: State | None = await self.call(calls.cancel(job, self._keys(job)))
         return state
+
+    async def durable(self, job: Job) -> bool:
+        """Wait until what was written of a job is on its server's disk: a second at most where the append-only file is
+        synced each second. False when that could not be seen in time, or the server cannot tell (Redis before 7.2)."""
+        patience_s = self._settings.store_timeout_s
+        # WAITAOF covers the writes of its own connection, and with this one all that came before it.
+        mark = ("SET", names.durable(self.region, names.partition(job.id, self._settings.partitions)), 1, "EX", 60)
+        wait = ("WAITAOF", 1, 0, int(patience_s * 1000))
+        if not isinstance(self._client, aredis.Redis):
+            return False  # over a Cluster the second command would not follow the first
+        try:
+            _, synced = await pipeline.exchange(self._client, (mark, wait), timeout_s=patience_s)
+        except connect.ERRORS:
+            return False
+        return isinstance(synced, list) and synced[0] >= 1
 
     async def erase(self, job: Job) -> State | None:
         """End it if need be, and leave a tombstone; None when the record is gone already."""
@@ -125,6 +143,8 @@ class Store:
             batch += self._waiting  # they have waited their half of the deadline
             self._waiting.clear()
             replies = [error] * len(batch)
+        if any(map(connect.lacks_functions, replies)):
+            self._prepare_again()
         for (_, future), reply in zip(batch, replies, strict=True):
             if future.done():
                 continue
@@ -136,6 +156,17 @@ class Store:
 
     def _keys(self, job: Job) -> calls.Keys:
         return calls.keys(job, self._settings.partitions)
+
+    def _prepare_again(self) -> None:
+        """A server began anew while this process runs: it gets its functions, and callers a 503 until then."""
+        if self._preparing is None or self._preparing.done():
+            self._preparing = asyncio.create_task(self._open_again())
+
+    async def _open_again(self) -> None:
+        try:
+            await self.open()
+        except LingbotError as error:
+            log.error("the store cannot be prepared: %s", error.message)
 
     def _prepare(self) -> None:
         client = connect.blocking(self._settings, self.region, timeout_s=self._settings.store_timeout_s)

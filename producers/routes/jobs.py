@@ -100,6 +100,7 @@ async def cancel_job(request: Request, job_id: str, caller: Submitter) -> Respon
     home = await platform.home(job_id)
     if await home.store.cancel(job) is None:
         raise JobNotFound
+    await home.store.durable(job)  # what was said to be cancelled stays so, whatever is killed now
     now = await platform.job(caller, job_id)
     return _shown(platform, now, 200 if now.ended else 202)
 
@@ -112,6 +113,7 @@ async def erase_job(request: Request, job_id: str, caller: Submitter) -> Respons
     home = await platform.home(job_id)
     if await home.store.erase(job) is None:
         raise JobNotFound
+    await home.store.durable(job)
     return Response(status_code=204)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,10 +11,12 @@ import msgspec
 import pytest
 
 from brokers import calls, connect, entries
+from brokers.errors import StoreUnavailable
 from brokers.job import FinishReason, Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
 from brokers.seal import Sealer
 from brokers.settings import Settings
 from brokers.store import Store
+from compose.servers import Valkey
 
 LEASE_MS = 3000
 
@@ -234,6 +237,26 @@ async def test_jobs_are_listed_newest_first_and_by_tenant(store: Store, settings
     assert [job.id for job in await store.list_jobs(tenant, 10)] == newest_first
     assert [job.id for job in await store.list_jobs(tenant, 2)] == newest_first[:2]
     assert [job.id for job in await store.list_jobs(tenant, 10, before=newest_first[1])] == newest_first[2:]
+
+
+async def test_what_is_durable_survives_a_killed_store(store: Store, settings: Settings, valkey: Valkey) -> None:
+    job = make_job(settings)
+    await store.create(job, b"")
+    await store.cancel(job)
+    assert await store.durable(job) is True
+    valkey.kill()
+    valkey.start()
+    async with asyncio.timeout(10):
+        while (found := await get_when_back(store, job)) is None:
+            await asyncio.sleep(0.1)
+    assert found.state is State.CANCELLED
+
+
+async def get_when_back(store: Store, job: Job) -> Job | None:
+    try:
+        return await store.get(job.id)
+    except StoreUnavailable:
+        return None
 
 
 async def test_a_store_that_evicts_is_refused(store: Store, settings: Settings) -> None:
