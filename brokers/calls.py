@@ -176,7 +176,7 @@ def queued(job: Job, k: Keys, settings: Settings) -> Call:
 
 
 def withdraw(job: Job, k: Keys) -> Call:
-    return Call(_fcall("withdraw", k, job.id), bool)
+    return Call(_fcall("withdraw", k, job.id, job.created_ms), bool)
 
 
 def cancel(job: Job, k: Keys) -> Call:

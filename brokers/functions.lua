@@ -13,6 +13,7 @@ Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
       began    "1" once this owner's engine has worked on the job: only then can it be what killed the owner
       crashes  owners that died over it; strikes, those of them since it last made progress, at pos struck
       settled  "1" once its usage is on its tenant's account
+      was      the state in which an erased job ended
       start    ms before which it is not published; absent when that is at once
       webhook  sealed: whom to tell of its end; told: tries so far, told_error: what came of the last one
       worker started ended finish usage_prompt usage_completion digest error_code error_message
@@ -144,10 +145,12 @@ local function queued(keys, args)
   return 'queued'
 end
 
--- KEYS record stream live webhooks index; ARGV job. The client is about to be told 503: 1 if the job will never run.
+-- KEYS record stream live webhooks index; ARGV job created. The client is about to be told 503: 1 if the job will never
+-- run. A record that another request has made under this id since then is that one's.
 local function withdraw(keys, args)
-  local job = get(keys[1], 'state', 'retention')
-  if job[1] ~= 'accepted' then return job[1] and 0 or 1 end
+  local job = get(keys[1], 'state', 'retention', 'created')
+  if not job[1] or job[3] ~= args[2] then return 1 end
+  if job[1] ~= 'accepted' then return 0 end
   redis.call('HSET', keys[1], 'state', 'withdrawn', 'ended', int(now_ms()))
   redis.call('PEXPIRE', keys[1], job[2])
   redis.call('UNLINK', keys[2])
@@ -270,9 +273,9 @@ end
 local function reconcile(keys, args)
   local record, stream, live, id = keys[1], keys[2], keys[3], args[1]
   local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'sealed', 'usage_prompt', 'usage_completion', 'ended',
-    'tenant', 'settled', 'began')
+    'tenant', 'settled', 'began', 'was')
   if job[1] and TERMINAL[job[1]] and job[6] and not job[10] then
-    return { 'SETTLE', job[9], job[1], job[6], job[7], job[8] }
+    return { 'SETTLE', job[9], job[12] or job[1], job[6], job[7], job[8] }
   end
   if not job[1] or TERMINAL[job[1]] then
     redis.call('ZREM', live, id)
@@ -331,11 +334,12 @@ end
 -- tombstone that outlives its messages. Its usage stays to be settled; its end is told to nobody.
 local function erase(keys, args)
   local record, stream, webhooks, index = keys[1], keys[2], keys[4], keys[5]
-  local job = get(record, 'state', 'deadline', 'settled')
+  local job = get(record, 'state', 'deadline')
   if not job[1] then return { 'GONE' } end
+  if job[1] == 'erased' then return 'erased' end
   local now = now_ms()
   if not TERMINAL[job[1]] then finish_unowned(keys, now, 'cancelled') end
-  redis.call('HSET', record, 'state', 'erased')
+  redis.call('HSET', record, 'was', redis.call('HGET', record, 'state'), 'state', 'erased')
   redis.call('HDEL', record, 'sealed', 'metadata', 'digest', 'error_code', 'error_message', 'owner', 'lease', 'webhook')
   redis.call('UNLINK', stream)
   redis.call('ZREM', webhooks, args[1])

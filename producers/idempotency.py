@@ -113,7 +113,8 @@ async def _find(platform: Platform, key: Once, drafts: list[Draft], first_id: st
     if len(jobs) == len(drafts) and not undone:
         return Submitted(jobs, replayed=True)
     # The same ids again while they are young: should their first request live after all, it finds them taken.
-    again = not undone and id_age_s(first_id) < _YOUNG_S
+    spoilt = undone or any(job.state is State.CANCELLED for job in jobs)
+    again = not spoilt and id_age_s(first_id) < _YOUNG_S
     next_id = first_id if again else new_job_id(platform.settings.region)
     call = calls.unanswered(_name(platform, key), first_id, (next_id, _IN_PROGRESS_MS))
     return await _make(platform, key, drafts, next_id) if await platform.store.call(call) else None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
 import httpx
+import msgspec
 import pytest
 
 from brokers import calls, names
@@ -17,6 +20,7 @@ from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
 from brokers.seal import Sealer
 from brokers.settings import Settings
 from brokers.store import Store
+from compose.servers import RabbitMQ, Valkey
 from producers.idempotency import _digest  # the key as the API writes it
 from tests.platform import Platform
 
@@ -177,6 +181,48 @@ def test_a_key_of_an_erased_job_is_free_again(platform: Platform, http: httpx.Cl
     assert _post(http, _body(platform), word).json()["id"] != first
 
 
+def test_a_key_that_was_answered_503_is_free_for_the_next_try(
+    platform: Platform, http: httpx.Client, rabbitmq: RabbitMQ
+) -> None:
+    word, body = uuid4().hex, _body(platform, seed=8)
+    before = _ids(http)
+    group = os.getpgid(rabbitmq.process.pid)
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        refused = _post(http, body, word)
+        assert time.monotonic() - started < 1.5
+        assert (refused.status_code, refused.json()["code"]) == (503, "broker_unavailable")
+    finally:
+        os.killpg(group, signal.SIGCONT)
+    deadline = time.monotonic() + 15
+    while (answer := _post(http, body, word)).status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert answer.status_code == 202
+    assert _ended(http, answer.json()["id"])["status"] == "succeeded"
+    assert _ids(http) == before | {answer.json()["id"]}
+
+
+async def test_a_job_made_again_under_its_id_is_not_withdrawn_by_the_request_that_gave_it_up(
+    settings: Settings, valkey: Valkey
+) -> None:
+    store = Store(settings)
+    await store.open()
+    try:
+        first = _job(settings)
+        again = msgspec.structs.replace(first, created_ms=first.created_ms + 2500)
+        assert await store.create(again, b"sealed")
+        assert not await store.create(first, b"sealed")
+        assert await store.withdraw(first)
+        kept = await store.get(first.id)
+        assert kept is not None
+        assert kept.state is State.ACCEPTED
+        assert await store.withdraw(again)
+    finally:
+        await store.close()
+
+
 async def _die(settings: Settings, http: httpx.Client, body: dict[str, Any], word: str, *, with_record: bool) -> Job:
     """What a process leaves behind that was killed in mid-request: the key, and perhaps the record."""
     probe = uuid4().hex
@@ -188,20 +234,7 @@ async def _die(settings: Settings, http: httpx.Client, body: dict[str, Any], wor
         (body_digest,) = await store.call(
             calls.Call(("HMGET", _key_name(settings, digest), "body"), lambda r: [v.decode() for v in r])
         )
-        now_ms = int(time.time() * 1000)
-        job = Job(
-            id=new_job_id(settings.region),
-            tenant=_TENANT,
-            kind=Kind.TEXT,
-            model="scripted",
-            lane=Lane.STANDARD,
-            home=settings.region,
-            place=settings.region,
-            state=State.ACCEPTED,
-            created_ms=now_ms,
-            deadline_ms=now_ms + 60_000,
-            prompt_tokens=5,
-        )
+        job = _job(settings)
         name = _key_name(settings, _digest(f"{_TENANT}\0{word}".encode()))
         assert await store.call(calls.idempotent(name, body_digest, job.id, 1000, 60_000)) is None
         if with_record:
@@ -210,6 +243,23 @@ async def _die(settings: Settings, http: httpx.Client, body: dict[str, Any], wor
         return job
     finally:
         await store.close()
+
+
+def _job(settings: Settings) -> Job:
+    now_ms = int(time.time() * 1000)
+    return Job(
+        id=new_job_id(settings.region),
+        tenant=_TENANT,
+        kind=Kind.TEXT,
+        model="scripted",
+        lane=Lane.STANDARD,
+        home=settings.region,
+        place=settings.region,
+        state=State.ACCEPTED,
+        created_ms=now_ms,
+        deadline_ms=now_ms + 60_000,
+        prompt_tokens=5,
+    )
 
 
 def _key_name(settings: Settings, digest: str) -> str:
