@@ -14,11 +14,11 @@ from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelPool
 from redis.backoff import NoBackoff
 from redis.connection import parse_url
-from redis.exceptions import ReadOnlyError, RedisError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from brokers import address, calls, names
+from brokers import address, calls, names, pipeline
 from brokers.address import Address, Layout, Node
 from brokers.cluster import AsyncCluster, BlockingCluster
 from brokers.errors import ConfigurationError, StoreUnavailable
@@ -68,9 +68,7 @@ def blocking(settings: Settings, region: str, *, timeout_s: float | None = None)
 
 def send(client: Blocking, call: calls.Call) -> Any:
     """One call over a blocking client, and its parsed reply. Raises ERRORS."""
-    if isinstance(client, redis.Redis):
-        return call.parse(client.execute_command(*call.command))  # type: ignore[no-untyped-call]
-    (reply,) = client.exchange([call.command])
+    (reply,) = send_all(client, [call])
     if isinstance(reply, Exception):
         raise reply
     return call.parse(reply)
@@ -81,15 +79,32 @@ def send_all(client: Blocking, sent: Sequence[calls.Call]) -> list[Any]:
 
     Over a Cluster the calls for a server that is away have its error for their reply, and the others go on.
     """
-    if not isinstance(client, redis.Redis):
-        return client.exchange([call.command for call in sent])
-    pipeline = client.pipeline(transaction=False)
-    for call in sent:
-        pipeline.execute_command(*call.command)  # type: ignore[no-untyped-call]
-    replies = list(pipeline.execute(raise_on_error=False))
+    commands = [call.command for call in sent]
+    replies = _pipelined(client, commands) if isinstance(client, redis.Redis) else client.exchange(commands)
+    if any(map(lacks_functions, replies)):
+        load_functions(client)
+    return replies
+
+
+def _pipelined(client: redis.Redis, commands: Sequence[pipeline.Command]) -> list[Any]:
+    pipe = client.pipeline(transaction=False)
+    for command in commands:
+        pipe.execute_command(*command)  # type: ignore[no-untyped-call]
+    replies = list(pipe.execute(raise_on_error=False))
     if any(isinstance(reply, ReadOnlyError) for reply in replies):
         client.connection_pool.disconnect()  # whoever is the primary now may answer at the same address
     return replies
+
+
+def lacks_functions(reply: Any) -> bool:
+    """Whether a reply comes from a server that began anew, or joined, and has no function library yet."""
+    return isinstance(reply, ResponseError) and "Function not found" in str(reply)
+
+
+def load_functions(client: Blocking) -> None:
+    """Put the library on every server that takes writes; its replicas get it from there. Raises ERRORS."""
+    for primary in primaries(client):
+        primary.function_load(calls.library(), replace=True)
 
 
 def one_server(client: Blocking) -> redis.Redis:
@@ -106,8 +121,7 @@ def prepare(client: Blocking, settings: Settings) -> None:
     """Load the function library and refuse a store that would lose jobs. Raises ConfigurationError."""
     try:
         _check_policies(client, settings)
-        for primary in primaries(client):  # its replicas get it from there
-            primary.function_load(calls.library(), replace=True)
+        load_functions(client)
         fixed = _fix_partitions(client, settings)
     except ERRORS as error:
         raise StoreUnavailable(f"Redis cannot be prepared: {type(error).__name__}: {error}") from error

@@ -28,7 +28,8 @@ _BLOCK_MS = 1000
 _CHECK_S = 1.0  # quiet streams are looked at this often: a blocked XREAD does not notice an expiry
 _ENTRIES_EACH = 64  # per stream and read, so that a late reader's replay does not starve the others
 _INBOX = 8  # reads a slow reader may be behind before it leaves the XREAD
-_RETRY_S = 0.25
+_RETRY_S = 0.25  # from the second try on: the first may only find that a connection had died unused
+_IDLE_S = 30.0  # a connection that nobody needs is closed then
 _ALIVE = {State.ACCEPTED.value.encode(), State.QUEUED.value.encode(), State.RUNNING.value.encode(), None}
 
 
@@ -117,23 +118,33 @@ class Multiplexer:
     # --- reading ----------------------------------------------------------------------------------------------
 
     async def _read_for_ever(self) -> None:
+        failures = 0
         while not self._closing:
             try:
                 await self._read_once()
+                failures = 0
             except connect.ERRORS as error:
                 log.warning("reading streams: %s", type(error).__name__)
-                self._doubt_all()
-                await asyncio.sleep(_RETRY_S)
+                failures += 1
             except Exception:
                 log.exception("reading streams")
+                failures += 1
+            if failures:
                 self._doubt_all()
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(0 if failures == 1 else _RETRY_S)
+
+    async def _wait_for_readers(self) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(_IDLE_S):
+                await self._changed.wait()
+        except TimeoutError:
+            await self._line.drop()
+            await self._changed.wait()
 
     async def _read_once(self) -> None:
         if not self._tails and not self._closing:
-            await self._line.drop()
-            self._changed.clear()
-            await self._changed.wait()
+            await self._wait_for_readers()
         asked: dict[str, list[Tail]] = {}
         for tail in self._tails:
             if not tail.behind and not tail.ended:

@@ -44,10 +44,16 @@ class Valkey(Server):
     start_timeout_s = 30.0
 
     def __init__(
-        self, folder: Path, *, ports: PortBook | None = None, log: Path | None = None, extra: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        ports: PortBook | None = None,
+        port_name: str = "valkey",
+        log: Path | None = None,
+        extra: Sequence[str] = (),
     ) -> None:
         self.folder = secret.private_folder(folder)
-        self.port = (ports or PortBook()).take("valkey")
+        self.port = (ports or PortBook()).take(port_name)
         self.password = secret.kept(self.folder / "password")
         self._extra = "\n".join(extra)
         self.process = Process(
