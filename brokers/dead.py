@@ -45,6 +45,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     gen: int | None = None
     created_at: float | None = None  # unix seconds
     died_at: float | None = None
+    status: str | None = None  # of the job now, when its record is still there
     queue: str | None = None  # the last one it was in
     reason: str | None = None  # rejected: a worker gave it up; else the broker's own
     bytes: int

@@ -30,7 +30,7 @@ def list_dead(
     """Messages in the region's dead-letter queue, the oldest first."""
     with connected(url, key) as client:
         found = client.get("/v1/dead", limit=limit)["data"]
-    columns = ("job", "tenant", "model", "lane", "reason", "died")
+    columns = ("job", "tenant", "model", "lane", "status", "reason", "died")
     _show(found, columns, [(*_words(each, columns[:-1]), _when(each.get("died_at"))) for each in found], as_json)
 
 

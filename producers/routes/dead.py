@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from brokers.dead import DeadLetter, DeadLetters, Held
-from brokers.envelope import Envelope
+from brokers.errors import JobNotFound
 from brokers.job import Job
 from brokers.views import JobView, view
 from producers.auth import Admin
@@ -38,14 +39,15 @@ async def list_dead_letters(
     request: Request, _: Admin, limit: Annotated[int, Query(ge=1, le=PAGE_MOST, description="Of them at most")] = PAGE
 ) -> Response:
     """Messages in this region's dead-letter queue, the oldest first."""
-    return reply(DeadLetterList(data=await _letters(request).oldest(limit)))
+    letters = await _letters(request).oldest(limit)
+    return reply(DeadLetterList(data=await asyncio.gather(*(_with_status(request, letter) for letter in letters))))
 
 
 @router.get("/v1/dead/{job_id}", responses={200: answer("The letter", DeadLetter), **_ONE})
 async def show_dead_letter(request: Request, job_id: str, _: Admin) -> Response:
     """One dead letter."""
     async with _letters(request).hold(job_id) as held:
-        return reply(held.letter)
+        return reply(await _with_status(request, held.letter))
 
 
 @router.post(
@@ -77,12 +79,18 @@ def _letters(request: Request) -> DeadLetters:
     return DeadLetters(platform_of(request).settings)
 
 
+async def _with_status(request: Request, letter: DeadLetter) -> DeadLetter:
+    record = await _record(platform_of(request), letter.job)
+    return msgspec.structs.replace(letter, status=record.state.value if record else None)
+
+
 async def _draft(platform: Platform, held: Held) -> Draft:
     """The letter's job once more. Raises Problem, SealBroken, UnknownSealKey."""
     if held.envelope is None:
         raise Problem("dead_letter_unreadable", "this message is no job's")
     old = held.envelope.to_job()
     spec = platform.sealer.open(old, held.envelope.sealed_spec())
+    record = await _record(platform, old.id)
     return Draft(
         tenant=old.tenant,
         model=old.model,
@@ -90,7 +98,7 @@ async def _draft(platform: Platform, held: Held) -> Draft:
         prompt_ids=spec.prompt_ids,
         sampling=spec.sampling,
         expires_s=min(_lifetime_s(old), platform.settings.max_expires_s),
-        metadata=await _metadata(platform, held.envelope),
+        metadata=record.metadata if record else {},
         choice=spec.choice,
         webhook=platform.sealer.open_webhook(old, old.webhook) if old.webhook else None,
     )
@@ -101,11 +109,12 @@ def _lifetime_s(job: Job) -> int:
     return max(1, (job.deadline_ms - job.created_ms) // 1000)
 
 
-async def _metadata(platform: Platform, envelope: Envelope) -> dict[str, str]:
-    """The old record's, as long as there is one."""
-    home = await platform.home(envelope.job)
-    record = await home.store.get(envelope.job)
-    return record.metadata if record else {}
+async def _record(platform: Platform, job_id: str) -> Job | None:
+    try:
+        home = await platform.home(job_id)
+    except JobNotFound:  # no job's id, or of a region unknown here
+        return None
+    return await home.store.get(job_id)
 
 
 STRUCTS = (DeadLetter, DeadLetterList)

@@ -73,6 +73,7 @@ def test_a_job_that_kills_its_workers_is_dead_lettered_and_dies_again_when_repla
     job = http.post("/v1/jobs", json=body).json()
     letter = _until(lambda: _dead(http).get(job["id"]))
     assert (letter["readable"], letter["reason"], letter["tenant"]) == (True, "rejected", "acceptance")
+    assert letter["status"] == "failed"
     assert letter["queue"] == names.queue(platform.settings.region, platform.model, Lane.STANDARD)
     assert http.get(job["urls"]["self"]).json()["error"]["code"] == "poison"
     replayed = http.post(f"/v1/dead/{job['id']}/replay")

@@ -56,7 +56,7 @@ def _running(status: dict[str, Any]) -> int:
 @pytest.mark.parametrize("way", ["delay", "unix", "rfc3339"])
 def test_a_job_starts_when_it_is_due_and_not_before(platform: Platform, http: httpx.Client, way: str) -> None:
     now = time.time()
-    start = {
+    start: dict[str, dict[str, Any]] = {
         "delay": {"delay": 2},
         "unix": {"start_at": now + 2},
         "rfc3339": {"start_at": (datetime.fromtimestamp(now, UTC) + timedelta(seconds=2)).isoformat()},
