@@ -51,6 +51,11 @@ async def exchange(client: Client, commands: Sequence[Command], *, timeout_s: fl
             await pool.release(connection)
 
 
+async def server_of(client: Client, key: str) -> aredis.Redis:
+    """The one server that a key is on, for commands that must follow each other there. Raises connect.ERRORS."""
+    return client if isinstance(client, aredis.Redis) else await client.server_of(key)
+
+
 class Line:
     """A connection kept for blocking commands on one server: nothing reconnects it in silence.
 
@@ -87,8 +92,7 @@ class Line:
             await self._server.connection_pool.release(connection)
 
     async def _connect(self) -> AbstractConnection:
-        client = self._client
-        self._server = client if isinstance(client, aredis.Redis) else await client.server_of(self._key)
+        self._server = await server_of(self._client, self._key)
         connection: AbstractConnection = await self._server.connection_pool.get_connection()  # type: ignore[no-untyped-call]
         return connection
 

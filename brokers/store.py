@@ -10,8 +10,6 @@ import asyncio
 import logging
 from typing import Any
 
-import redis.asyncio as aredis
-
 from brokers import calls, connect, names, pipeline
 from brokers.errors import LingbotError, StoreUnavailable
 from brokers.job import Job, State, home_of
@@ -65,15 +63,14 @@ class Store:
         synced each second. False when that could not be seen in time, or the server cannot tell (Redis before 7.2)."""
         patience_s = self._settings.store_timeout_s
         # WAITAOF covers the writes of its own connection, and with this one all that came before it.
-        mark = ("SET", names.durable(self.region, names.partition(job.id, self._settings.partitions)), 1, "EX", 60)
-        wait = ("WAITAOF", 1, 0, int(patience_s * 1000))
-        if not isinstance(self._client, aredis.Redis):
-            return False  # over a Cluster the second command would not follow the first
+        key = names.durable(self.region, names.partition(job.id, self._settings.partitions))
+        mark, wait = ("SET", key, 1, "EX", 60), ("WAITAOF", 1, 0, int(patience_s * 1000))
         try:
-            _, synced = await pipeline.exchange(self._client, (mark, wait), timeout_s=patience_s)
+            server = await pipeline.server_of(self._client, key)
+            marked, synced = await pipeline.exchange(server, (mark, wait), timeout_s=patience_s)
         except connect.ERRORS:
             return False
-        return isinstance(synced, list) and synced[0] >= 1
+        return not isinstance(marked, Exception) and isinstance(synced, list) and synced[0] >= 1
 
     async def erase(self, job: Job) -> State | None:
         """End it if need be, and leave a tombstone; None when the record is gone already."""

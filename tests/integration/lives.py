@@ -85,6 +85,7 @@ async def a_lost_job_is_found(settings: Settings) -> None:
             assert writer.finish(2, token="two") == calls.Accepted()
             settle = writer.reconcile()
             assert isinstance(settle, calls.Settle)
+            assert await store.durable(job) is True
             account = calls.account(job.id, job.home, settle, 3_600_000)
             assert [connect.send(client, account), connect.send(client, account)] == [True, False]
             assert connect.send(client, calls.settled(job.id, writer.keys)) is False
