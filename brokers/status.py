@@ -20,8 +20,8 @@ SILENT_MS = 10_000
 async def status(settings: Settings, store: Store) -> dict[str, Any]:
     """What `lingbot status` shows. Parts that cannot be asked are null, with the reason under "faults"."""
     faults: list[str] = []
-    queues, workers, live = await asyncio.gather(_queues(settings, faults), _workers(settings, store), _live(store))
-    return {"region": settings.region, "queues": queues, "workers": workers, "live_jobs": live, "faults": faults}
+    queues, reports, live = await asyncio.gather(_queues(settings, faults), workers(settings, store), _live(store))
+    return {"region": settings.region, "queues": queues, "workers": reports, "live_jobs": live, "faults": faults}
 
 
 async def _queues(settings: Settings, faults: list[str]) -> list[dict[str, Any]] | None:
@@ -49,7 +49,8 @@ def _queue(region: str, raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _workers(settings: Settings, store: Store) -> list[dict[str, Any]]:
+async def workers(settings: Settings, store: Store) -> list[dict[str, Any]]:
+    """What each worker of the region last said of itself; those that fell silent are left out."""
     command = ("HVALS", names.workers(settings.region))
     reports = await store.call(calls.Call(command, lambda reply: [msgspec.json.decode(raw) for raw in reply]))
     oldest_ms = time.time() * 1000 - SILENT_MS

@@ -31,6 +31,7 @@ class Metrics:
             "lingbot_prompt_tokens_total", "Prompt tokens of the jobs accepted", registry=self.registry
         )
         self.streams = Gauge("lingbot_open_streams", "Event streams being written now", registry=self.registry)
+        self._workers = Gauge("lingbot_workers", "Workers of the region by state", ("state",), registry=self.registry)
         # Finding a child by its labels takes a lock and builds strings; the hot path asks for the same few.
         self._count = lru_cache(4096)(self._requests.labels)
         self._timer = lru_cache(1024)(self._seconds.labels)
@@ -44,6 +45,11 @@ class Metrics:
         """`outcome`: queued | unconfirmed | withdrawn | unrecorded."""
         self._outcome(lane, outcome).inc()
         self._prompt_tokens.inc(prompt_tokens)
+
+    def show_workers(self, states: dict[str, int]) -> None:
+        self._workers.clear()
+        for state, count in states.items():
+            self._workers.labels(state).set(count)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

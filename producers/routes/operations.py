@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from brokers.errors import StoreUnavailable, Unavailable
-from brokers.status import status
+from brokers.status import status, workers
 from producers.auth import Admin
 from producers.documents import answer, failures
 from producers.limits import STATUS_DEADLINE_S
@@ -22,10 +23,14 @@ router = APIRouter(tags=["operations"])
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`ok`, and for readiness each part that this process needs."""
+    """`ok`, and for readiness each part that this process needs, and how many workers are in which state.
+
+    Workers do not decide readiness: a job is taken, and waits, while none is there.
+    """
 
     status: str
     parts: dict[str, str] = {}
+    workers: dict[str, int] = {}
 
 
 @router.get("/healthz", responses={200: answer("The process is alive", Health)})
@@ -40,9 +45,10 @@ async def healthz() -> Response:
 )
 async def readyz(request: Request) -> Response:
     """Whether a job would be taken now. Load balancers ask here."""
-    parts = await _parts(platform_of(request))
+    platform = platform_of(request)
+    parts, states = await asyncio.gather(_parts(platform), _worker_states(platform))
     ready = all(state == "ok" for state in parts.values())
-    return reply(Health("ok" if ready else "unavailable", parts), 200 if ready else 503)
+    return reply(Health("ok" if ready else "unavailable", parts, states), 200 if ready else 503)
 
 
 @router.get(
@@ -50,8 +56,10 @@ async def readyz(request: Request) -> Response:
     responses={200: {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Metrics of this process, for Prometheus."""
-    exposition = platform_of(request).metrics.exposition()
+    """Metrics of this process, for Prometheus, and the workers of its region by state."""
+    platform = platform_of(request)
+    platform.metrics.show_workers(await _worker_states(platform))
+    exposition = platform.metrics.exposition()
     return Response(exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -74,6 +82,14 @@ async def show_status(request: Request, _: Admin) -> Response:
     except TimeoutError:
         raise Unavailable("The status could not be gathered in time.") from None
     return reply(shown)
+
+
+async def _worker_states(platform: Platform) -> dict[str, int]:
+    """Workers by state: ready, draining, engine_down, out_of_service. Empty when the store cannot be asked."""
+    try:
+        return dict(Counter(report["state"] for report in await workers(platform.settings, platform.store)))
+    except StoreUnavailable:
+        return {}
 
 
 async def _parts(platform: Platform) -> dict[str, str]:

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from brokers import management, names
-from brokers.job import Sampling
+from brokers import management, names, topology
+from brokers.job import Sampling, State
 from brokers.settings import Settings
+from brokers.status import workers
 from compose import commands
 from compose.servers import Process
 from tests.integration.test_worker import Client, end_of, text_of, wait_until_it_consumes
@@ -21,8 +23,6 @@ SAMPLING = Sampling(max_tokens=60, seed=9, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def worker(state: Path, settings: Settings) -> Iterator[Process]:
-    from brokers import topology
-
     topology.declare(settings, [SCRIPTED_MODEL])
     process = Process(
         "fragile",
@@ -85,3 +85,33 @@ async def test_an_engine_that_hangs_is_restarted_and_its_jobs_go_on(client: Clie
         "code": "poison",
         "message": "The job was given up: workers died over it again and again.",
     }
+
+
+async def test_an_engine_that_will_not_start_takes_its_model_out_until_it_does(
+    client: Client, worker: Process, settings: Settings
+) -> None:
+    """Its card is broken, then its engine killed: three starts fail, and the jobs wait for somebody who can."""
+
+    async def state_becomes(wanted: str, seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            while [report["state"] for report in await workers(settings, client.store)] != [wanted]:
+                await asyncio.sleep(0.2)
+
+    await state_becomes("ready", 10)
+    card = settings.models_dir / SCRIPTED_MODEL / "lingbot.json"
+    whole = card.read_text()
+    job = await client.submit("waits !slow@5", Sampling(max_tokens=400, seed=9, ignore_eos=True))
+    await asyncio.sleep(0.5)
+    try:
+        card.write_text(whole.replace('"engine": "scripted"', '"engine": "broken"'))
+        children = psutil.Process(worker.pid).children(recursive=True)
+        (engine,) = [child for child in children if "workers.engine.child" in child.cmdline()]
+        engine.kill()
+        await state_becomes("out_of_service", 30)
+        record = await client.store.get(job.id)
+        assert record
+        assert record.state is State.QUEUED
+    finally:
+        card.write_text(whole)
+    await state_becomes("ready", 45)
+    assert end_of(await client.read(job))["status"] == "succeeded"
