@@ -163,8 +163,10 @@ end
 -- OK pos attempt sealed | GONE | ENDED state | STALE | BUSY ms_left worker | POISON
 local function claim(keys, args)
   local record, stream, live = keys[1], keys[2], keys[3]
-  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'worker', 'pos', 'attempt', 'sealed', 'started', 'began')
+  local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'worker', 'pos', 'attempt', 'sealed', 'started', 'began',
+    'error_code')
   if not job[1] then return { 'GONE' } end
+  if job[11] == 'poison' then return { 'POISON' } end -- also when it was the reconciler that gave it up
   if TERMINAL[job[1]] then return { 'ENDED', job[1] } end
   if tonumber(args[2]) < tonumber(job[2]) then return { 'STALE' } end
   local now = now_ms()

@@ -111,6 +111,7 @@ def submit(
     lane: Annotated[Lane, typer.Option(help="Which queue.")] = Lane.INTERACTIVE,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Send a plain prompt, not a chat message.")] = False,
+    delay: Annotated[float | None, typer.Option(min=0, help="Seconds before it starts.")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the job's id and leave.")] = False,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -123,7 +124,8 @@ def submit(
     text = jobs.read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}] if system else []
     content = {"prompt": text} if plain else {"messages": [*messages, {"role": "user", "content": text}]}
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or None}
+    drawn = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or None}
+    options = {**drawn, "delay": delay}
     given = {name: value for name, value in options.items() if value is not None}
     with connected(url, key) as client:
         body = {"model": model or jobs.default_model(client), "lane": lane.value, **content, **given}

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from brokers import calls, names
-from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
+from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, new_job_id, nth_job_id
 from brokers.seal import Sealer
 from brokers.settings import Settings
 from brokers.store import Store
@@ -223,22 +223,55 @@ async def test_a_job_made_again_under_its_id_is_not_withdrawn_by_the_request_tha
         await store.close()
 
 
-async def _die(settings: Settings, http: httpx.Client, body: dict[str, Any], word: str, *, with_record: bool) -> Job:
-    """What a process leaves behind that was killed in mid-request: the key, and perhaps the record."""
+async def test_a_request_that_died_with_half_of_its_jobs_made_gets_the_other_half(
+    http: httpx.Client, platform: Platform, settings: Settings
+) -> None:
+    path, word = "/v1/completions", uuid4().hex
+    body = {"model": platform.model, "prompt": "hello", "max_tokens": 8, "n": 2, "seed": 1}
+    job = await _die(settings, http, body, word, with_record=True, path=path)
+    answer = _post(http, body, word, path)
+    assert answer.status_code == 200
+    assert answer.headers["X-Lingbot-Jobs"].split(",") == [job.id, nth_job_id(job.id, 1)]
+    assert len(answer.json()["choices"]) == 2
+
+
+async def test_who_comes_while_another_request_is_at_it_is_told_when_to_come_again(
+    http: httpx.Client, platform: Platform, settings: Settings
+) -> None:
+    word, body = uuid4().hex, _body(platform)
+    await _die(settings, http, body, word, with_record=False, in_progress_ms=4000)
+    started = time.monotonic()
+    busy = _post(http, body, word)
+    assert time.monotonic() - started < 3
+    assert (busy.status_code, busy.json()["code"]) == (409, "idempotency_in_progress")
+    assert busy.headers["Retry-After"] == "1"
+    assert _post(http, body, word).status_code == 202
+
+
+async def _die(
+    settings: Settings,
+    http: httpx.Client,
+    body: dict[str, Any],
+    word: str,
+    *,
+    with_record: bool,
+    path: str = "/v1/jobs",
+    in_progress_ms: int = 1000,
+) -> Job:
+    """What a process leaves behind that was killed in mid-request: the key, and perhaps the record of the first job."""
     probe = uuid4().hex
-    made = _post(http, body, probe)  # tells how the API digests this body
-    assert made.status_code == 202
+    assert _post(http, body, probe, path).is_success  # tells how the API digests this body
     store = Store(settings)
     try:
-        digest = _digest(f"{_TENANT}\0{probe}".encode())
-        (body_digest,) = await store.call(
-            calls.Call(("HMGET", _key_name(settings, digest), "body"), lambda r: [v.decode() for v in r])
-        )
+        known = _key_name(settings, probe)
+        digest = await store.call(calls.Call(("HGET", known, "body"), bytes.decode))
         job = _job(settings)
-        name = _key_name(settings, _digest(f"{_TENANT}\0{word}".encode()))
-        assert await store.call(calls.idempotent(name, body_digest, job.id, 1000, 60_000)) is None
+        assert (
+            await store.call(calls.idempotent(_key_name(settings, word), digest, job.id, in_progress_ms, 60_000))
+            is None
+        )
         if with_record:
-            spec = TextSpec(tuple(b"hello"), Sampling(max_tokens=8))
+            spec = TextSpec(tuple(b"hello"), Sampling(max_tokens=8, seed=1))
             assert await store.create(job, Sealer(settings).seal(job, spec))
         return job
     finally:
@@ -262,7 +295,8 @@ def _job(settings: Settings) -> Job:
     )
 
 
-def _key_name(settings: Settings, digest: str) -> str:
+def _key_name(settings: Settings, word: str) -> str:
+    digest = _digest(f"{_TENANT}\0{word}".encode())
     return names.idempotency(settings.region, names.partition(digest, settings.partitions), _TENANT, digest)
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from brokers import egress
 
@@ -169,6 +177,43 @@ async def test_the_checked_address_is_connected_to_and_the_name_is_in_the_host_h
     assert head.startswith(b"POST /a?b=c HTTP/1.1\r\n")
     assert f"Host: hooks.example:{receiver.port}\r\n".encode() in head
     assert b"X-One: 1\r\n" in head
+
+
+async def test_a_server_whose_certificate_is_not_the_names_gets_nothing_but_the_name(
+    tmp_path: Path, caller: egress.Egress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read())
+        writer.close()
+
+    context = _self_signed(tmp_path)
+    context.sni_callback = lambda _socket, name, _context: asked.append(name)
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _host, port, *a, **k: resolve("127.0.0.1", port, *a, **k))
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        with pytest.raises(egress.Failed, match="certificate"):
+            await caller.post(f"https://hooks.example:{server.sockets[0].getsockname()[1]}/", [], b"{}")
+    assert asked == ["hooks.example"]
+    assert not heard
+
+
+def _self_signed(folder: Path) -> ssl.SSLContext:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "hooks.example")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    dated = builder.not_valid_before(now).not_valid_after(now + timedelta(days=1))
+    signed = dated.sign(key, SHA256())
+    path = folder / "server.pem"
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    path.write_bytes(secret + signed.public_bytes(Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    return context
 
 
 async def test_a_redirect_is_an_answer_and_is_not_followed(receiver: Receiver, caller: egress.Egress) -> None:
