@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator
 from brokers import calls, connect, entries, names, pipeline
 from brokers.cluster import AsyncCluster
 from brokers.errors import LingbotError, StreamGap
-from brokers.job import Content, Control, Entry, Job, State
+from brokers.job import Content, Control, Entry, Job
 from brokers.multiplex import Doubt, Multiplexer, Tail
 from brokers.settings import Settings
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
-_LIVE = {State.ACCEPTED, State.QUEUED, State.RUNNING}
 
 
 class _Place:
@@ -150,7 +149,7 @@ class ChunkReader:
 
     def _tail(self, job: Job, after: int) -> Tail:
         keys = calls.keys(job, self._settings.partitions)
-        return Tail(keys.stream, keys.record, f"{after}-0", settled=job.state not in _LIVE)
+        return Tail(keys.stream, keys.record, f"{after}-0", settled=job.ended)
 
     def _multiplexer(self, job: Job) -> Multiplexer:
         part = names.partition(job.id, self._settings.partitions) if self._sharded else names.partition_at(0)

@@ -96,8 +96,9 @@ def _cursor(request: Request) -> int:
 
 
 def _check_reach(job: Job, after: int) -> None:
-    # Nothing would ever come, not even the end, whose position is before the cursor.
-    if after > job.pos:
+    # Of a job that has ended nothing more can come. One that lives may have lost text that its reader has, and will
+    # pass that again.
+    if after > job.pos and job.ended:
         raise Problem(
             "bad_cursor",
             f"the stream stands at position {job.pos}, before {after}",

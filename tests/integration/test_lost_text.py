@@ -16,7 +16,7 @@ from brokers.job import Content, Control, Entry, Job
 from brokers.settings import Settings
 from brokers.store import Store
 from compose.servers import Valkey
-from tests.integration.test_streams import DONE, Writing, queued, reader, store, text_of, writing
+from tests.integration.test_streams import DONE, Writing, collect, queued, reader, store, text_of, writing
 
 __all__ = ["reader", "store", "writing"]
 
@@ -126,6 +126,19 @@ async def test_an_end_at_the_readers_own_position_is_compared(
     assert text_of(found).endswith(text)
     assert isinstance(found[-1], Control)
     assert found[-1].kind == "end"
+
+
+@pytest.mark.parametrize(("text", "told"), [("abcdefghijKL", "KL"), ("abc", "restarted abc")])
+async def test_a_new_reader_may_be_ahead_of_a_stream_that_lost_text(
+    store: Store, reader: ChunkReader, writing: Writing, settings: Settings, text: str, told: str
+) -> None:
+    """It read 10 tokens through another process, so there is nothing to compare but the length."""
+    job = await queued(store, settings)
+    reading = asyncio.create_task(collect(reader, job, after=10))
+    await asyncio.sleep(1.2)
+    writing.push(writing.own(job), text, DONE)
+    found = await reading
+    assert "restarted " * len(restarts(found)) + text_of(found) == told
 
 
 async def test_a_lost_stream_that_nobody_makes_again_is_gone_at_last(store: Store, settings: Settings) -> None:
