@@ -161,10 +161,11 @@ class Round:
         self._todo = [*self._todo, *again]
 
     def fail(self, node: Node, indexes: Sequence[int], error: Exception) -> None:
-        """A server did not answer."""
+        """A server did not answer. What any other can answer as well goes to another."""
         self._slots.learn(node, error)
         for index in indexes:
             self.replies[index] = error
+        self._todo = [*self._todo, *(index for index in indexes if key_of(self._commands[index]) is None)]
 
     def _node_of(self, index: int) -> Node:
         told = self.replies[index]

@@ -91,6 +91,18 @@ def test_a_server_that_is_away_fails_its_own_commands_and_is_asked_about(slots: 
     assert slots.due
 
 
+def test_a_question_to_anybody_is_asked_again_elsewhere(slots: SlotMap) -> None:
+    rounds = Round(slots, [("PING",)])
+    for _ in range(50):  # each time a server is drawn
+        ((node, indexes),) = rounds.plan().items()
+        if node == B:
+            break
+        rounds.fail(node, indexes, NotConnected("away"))
+    rounds.take(B, indexes, [b"PONG"])
+    assert rounds.replies == [b"PONG"]
+    assert rounds.plan() == {}
+
+
 def test_a_refusal_is_final_and_only_some_say_that_the_cluster_changed(slots: SlotMap) -> None:
     rounds = Round(slots, [GET])
     sent(rounds, ResponseError("wrong type"))
