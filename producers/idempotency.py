@@ -121,10 +121,14 @@ async def _find(platform: Platform, key: Once, drafts: list[Draft], first_id: st
 
 
 async def _make(platform: Platform, key: Once, drafts: list[Draft], first_id: str) -> Submitted:
+    free = calls.unanswered(_name(platform, key), first_id)
     try:
         jobs = await submit_all(platform, drafts, first_id)
+    except StoreUnavailable:
+        platform.later(_tell(platform, free))  # it would be waited for in vain, and the client is owed its 503
+        raise
     except Exception:
-        await _tell(platform, calls.unanswered(_name(platform, key), first_id))
+        await _tell(platform, free)
         raise
     platform.later(_tell(platform, calls.answered(_name(platform, key), first_id)))
     return Submitted(jobs)
