@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pika
 from pika.adapters.blocking_connection import BlockingChannel
+from pika.adapters.utils.connection_workflow import AMQPConnectorException
 from pika.exceptions import AMQPError, ChannelClosedByBroker
 
 from brokers import names
@@ -113,7 +114,7 @@ def connection(settings: Settings, region: str) -> Iterator[pika.BlockingConnect
     """A connection for a few commands. Raises BrokerUnavailable when there is none to be had."""
     try:
         opened = pika.BlockingConnection(parameters(settings.reach(region).amqp.get_secret_value()))
-    except (AMQPError, OSError) as error:
+    except (AMQPError, AMQPConnectorException, OSError) as error:  # the second: a broker that hangs
         raise BrokerUnavailable(f"RabbitMQ of region {region} cannot be reached: {type(error).__name__}") from error
     try:
         yield opened

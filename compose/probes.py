@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pika
+from pika.adapters.utils.connection_workflow import AMQPConnectorException
 from pika.exceptions import AMQPError
 
 from brokers import calls, connect, names, topology
@@ -25,7 +26,7 @@ def consumed(settings: Settings, queue: str) -> bool:
     try:
         with pika.BlockingConnection(topology.parameters(settings.here.amqp.get_secret_value(), 1.0)) as connection:
             return bool(connection.channel().queue_declare(queue, passive=True).method.consumer_count)
-    except (AMQPError, OSError):
+    except (AMQPError, AMQPConnectorException, OSError):
         return False
 
 

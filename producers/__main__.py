@@ -5,6 +5,7 @@ from __future__ import annotations
 import uvicorn
 
 from brokers.settings import load
+from producers.heads import BoundedHeads
 
 _BACKLOG = 2048
 _GRACE_S = 5  # open streams are told to end at once; this is for answers being written
@@ -17,7 +18,7 @@ def main() -> None:
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http="httptools",
+        http=BoundedHeads,
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nothing here depends on the client's address

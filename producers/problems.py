@@ -78,6 +78,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "body_timeout": Entry(408, "The body came too slowly", "Send the whole body at once."),
     "body_too_large": Entry(413, "The body is too large", "Send less."),
+    "head_too_large": Entry(431, "The request's head is too large", "Send fewer and shorter headers."),
     "unsupported_encoding": Entry(415, "The body is compressed", "Send it without Content-Encoding."),
     "generation_failed": Entry(500, "The generation failed", "Send the request again; the job's record says more."),
     "restarted": Entry(500, "The text was generated again and differs", "Send the request again."),

@@ -31,9 +31,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     min_p: Annotated[float, Meta(ge=0, lt=1, description="Least share of the best token's probability")] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="Drawn when not given")] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=STOPS)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10, description="Over prompt and output; 1 is off")] | None = (
-        None
-    )
+    repetition_penalty: (
+        Annotated[float, Meta(ge=0.01, le=10, description="Over prompt and output; 1 is off")] | None
+    ) = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     ignore_eos: Annotated[bool, Meta(description="Go on past the model's own end")] | None = None

@@ -32,7 +32,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         return argument
     if argument is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
-    return sys.stdin.read()
+    return _read_stdin()
 
 
 def default_model(client: Client) -> str:
@@ -131,6 +131,16 @@ def _ended(job_id: str, data: dict[str, Any], seconds: float) -> int:
 
 def _lost(reason: str) -> None:
     output.remark(f"\n[{reason}; trying again, nothing is lost]")
+
+
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.buffer.read().decode()  # sys.stdin would hand on what is no UTF-8 as half characters
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"what came on stdin is no UTF-8: {error}") from error
+    if not text:
+        raise typer.BadParameter("nothing came on stdin")
+    return text
 
 
 def _read_file(file: Path) -> str:

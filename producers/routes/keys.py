@@ -26,7 +26,8 @@ class KeyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     scopes: Annotated[list[Right], Meta(min_length=1, max_length=3)]
     name: Annotated[str, Meta(max_length=128)] = ""
-    tenant: Annotated[str, Meta(pattern="^[a-z0-9]{1,32}$")] | None = None
+    # Python's `$` would let a line end pass; JSON Schema has no `\Z`.
+    tenant: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,32}$(?!\n)")] | None = None
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):

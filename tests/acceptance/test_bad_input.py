@@ -99,6 +99,7 @@ def test_what_is_no_request_is_refused_on_every_route(http: httpx.Client, route:
         ({"min_p": 1}, "invalid_parameter", "min_p"),
         ({"seed": 2**63}, "invalid_parameter", "seed"),
         ({"repetition_penalty": 0}, "invalid_parameter", "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "invalid_parameter", "repetition_penalty"),
         ({"presence_penalty": 2.5}, "invalid_parameter", "presence_penalty"),
         ({"lane": "express"}, "invalid_parameter", "lane"),
         ({"kind": "song"}, "invalid_parameter", "kind"),
@@ -264,3 +265,39 @@ def test_an_error_never_holds_the_prompt(platform: Platform, http: httpx.Client)
         response = http.post("/v1/jobs", content=body)
         assert response.status_code == 400
         assert secret not in response.text
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: ",
+        b"GET /",
+        b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2;",
+    ],
+    ids=["header", "address", "chunk extension"],
+)
+def test_a_head_without_an_end_is_cut_off(platform: Platform, http: httpx.Client, start: bytes) -> None:
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80), timeout=5) as connection:
+        connection.sendall(start)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(b"a" * (64 << 20))
+    assert http.get("/healthz").status_code == 200
+
+
+def test_a_head_that_is_too_large_is_told_so(http: httpx.Client) -> None:
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80), timeout=5) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 70_000)
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"head_too_large" in answer
+
+
+def test_headers_of_a_usual_size_pass(http: httpx.Client) -> None:
+    assert http.get("/healthz", headers={"X-Long": "a" * 40_000}).status_code == 200
+
+
+@pytest.mark.parametrize("tenant", ["", "two words", "UPPER", "x" * 33, "line\n"])
+def test_a_tenant_that_is_no_word_is_refused(platform: Platform, http: httpx.Client, tenant: str) -> None:
+    admin = {"Authorization": f"Bearer {platform.admin_key}"}
+    response = http.post("/v1/keys", headers=admin, json={"scopes": ["read"], "tenant": tenant})
+    assert (response.status_code, _code(response)) == (400, "invalid_parameter")

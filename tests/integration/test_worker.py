@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -222,6 +224,32 @@ async def test_a_killed_worker_is_continued_by_another_without_a_seam(
         wait_until_it_consumes(worker, client.settings)
         second.stop(grace_s=10)
     assert texts == reference
+
+
+async def test_a_worker_that_was_frozen_goes_on_with_its_job_soon_after(client: Client, worker: Process) -> None:
+    """Its run is fenced by then, and the next message of the job, which nobody else takes, comes to it at once."""
+    from brokers.reconciler import Reconciler
+
+    assert worker.pid
+    reconciler = Reconciler(client.settings)
+    stop = asyncio.Event()
+    sweeping = asyncio.create_task(reconciler.run(stop))
+    job = await client.submit("hello !slow@20", Sampling(max_tokens=100, ignore_eos=True))
+    reading = asyncio.create_task(client.read(job))
+    await asyncio.sleep(0.7)
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(client.settings.lease_ms / 1000 + 3)
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    try:
+        found = await asyncio.wait_for(reading, timeout=15)
+    finally:
+        stop.set()
+        await sweeping
+    record = await client.store.get(job.id)
+    assert record is not None
+    assert (record.state, record.attempt, len(text_of(found)) > 0) == (State.SUCCEEDED, 2, True)
 
 
 def test_a_worker_that_grew_too_large_drains_and_ends(state: Path, settings: Settings, worker: Process) -> None:

@@ -21,6 +21,7 @@ from workers.engine.scheduler import Sequence
 
 _MASK = (1 << 64) - 1
 _CANDIDATES = 256  # best tokens looked at for top-p; eight times as many, again and again, when they are too few
+_COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature would round to 0, and 0 / 0 draws anything
 _BLOCK = 256  # tokens summed up first to find a draw's neighbourhood: ten times as fast as one long running sum
 
 
@@ -61,7 +62,7 @@ def _mix(value: int) -> int:
 def _draw(logits: Tensor, rows: Rows[Sequence]) -> Tensor:
     """Tokens [rows]; `logits` have their row's peak at 0, so the best token's weight is 1."""
     params = [row.request.sampling for row in rows]
-    weights = (logits / _column([p.temperature for p in params], logits)).exp_()
+    weights = (logits / _column([max(p.temperature, _COLDEST) for p in params], logits)).exp_()
     if any(p.min_p > 0 or _cuts(p) for p in params):
         weights.masked_fill_(weights < _floor(weights, params), 0.0)
     numbers = [uniform(row.request.sampling.seed, row.request.choice, len(row.output)) for row in rows]

@@ -65,6 +65,13 @@ def test_bad_usage_is_code_2() -> None:
         assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
+@pytest.mark.parametrize("given", [b"", b"\xff\xfe"])
+def test_stdin_without_a_prompt_is_bad_usage(given: bytes) -> None:
+    result = CliRunner().invoke(app, ["submit", "--url", "http://127.0.0.1:9", "--key", "k"], input=given)
+    assert result.exit_code == 2
+    assert "stdin" in result.stderr
+
+
 def test_a_cursor_goes_on_where_it_was(tmp_path: Path) -> None:
     cursor = Cursor("job1", tmp_path)
     cursor.move(17)

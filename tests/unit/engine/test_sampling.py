@@ -147,3 +147,10 @@ def test_a_row_that_is_no_number_has_no_token_and_spoils_no_other(poison: float,
     healthy = sample(logits.clone(), rows)
     logits[1, 3] = poison
     assert sample(logits, rows) == [healthy[0], None, healthy[2]]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-40, 1e-46, 5e-324])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+    logits = logits_for_tests()
+    best = int(logits.argmax())
+    assert sample(logits, [row(SamplingParams(temperature=temperature, seed=3))]) == [best]
