@@ -186,6 +186,12 @@ class Load:
             time.sleep(0.05)
         return time.monotonic() - began
 
+    def wait_taken_over(self, since: float, timeout_s: float = 15.0) -> None:
+        """Until some stream has been taken over since then."""
+        while not self.taken_over(since):
+            assert time.monotonic() - since < timeout_s, "nobody took a stream over"
+            time.sleep(0.05)
+
     def taken_over(self, since: float) -> int:
         """How many streams another worker has taken over since then."""
         return sum(

@@ -112,9 +112,7 @@ def test_an_api_killed_between_record_and_publish(rig: Rig, tell: Tell, times: i
     assert len(every) == times
 
 
-def _die_while_publishing(
-    rig: Rig, checker: Checker, api_key: str, work: Work, key: str, known: set[str]
-) -> None:
+def _die_while_publishing(rig: Rig, checker: Checker, api_key: str, work: Work, key: str, known: set[str]) -> None:
     rig.to_rabbitmq.stall()
     try:
         posting = threading.Thread(target=_post_and_be_cut_off, args=(rig, api_key, work, key), daemon=True)

@@ -30,7 +30,9 @@ def next_version(state: Path) -> Path:
     for package in ("brokers", "producers", "workers", "compose"):
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
     source = tree / "brokers" / "names.py"
-    bumped, count = re.subn(rf"^VERSION = {names.VERSION}$", f"VERSION = {NEXT}", source.read_text(), flags=re.M)
+    bumped, count = re.subn(
+        rf"^VERSION = {names.VERSION}$", f"VERSION = {NEXT}", source.read_text(), flags=re.MULTILINE
+    )
     assert count == 1
     source.write_text(bumped)
     return tree

@@ -62,7 +62,7 @@ def test_a_frozen_worker_is_replaced_and_then_fenced(rig: Rig, tell: Tell, times
             frozen = time.monotonic()
             rig.freeze(victim)
             try:
-                assert until(lambda since=frozen: load.taken_over(since) > 0)
+                load.wait_taken_over(frozen)
             finally:
                 rig.thaw(victim)
             time.sleep(2)
