@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,6 +16,7 @@ from compose.cli.target import Target
 
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
+_AGAIN_S = (0.5, 2.0)
 _SILENCE_S = 45.0  # an event stream sends a heartbeat every 15 s
 
 
@@ -58,6 +61,18 @@ class Client:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._call("POST", path, json=body) if body is not None else self._call("POST", path)
+
+    def post_once(self, path: str, body: dict[str, Any]) -> Any:
+        """As post, and again when the answer was lost on its way: the server makes one thing of it."""
+        key = {"Idempotency-Key": secrets.token_hex(16)}
+        for pause_s in _AGAIN_S:
+            try:
+                return self._call("POST", path, json=body, headers=key)
+            except Unreachable as lost:
+                if isinstance(lost.__cause__, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL):
+                    raise
+            time.sleep(pause_s)
+        return self._call("POST", path, json=body, headers=key)
 
     def delete(self, path: str) -> None:
         self._call("DELETE", path)

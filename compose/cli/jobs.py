@@ -93,7 +93,7 @@ def _row(job: dict[str, Any]) -> tuple[object, ...]:
 
 def _create(client: Client, body: dict[str, Any]) -> Any:
     try:
-        return client.post("/v1/jobs", body)
+        return client.post_once("/v1/jobs", body)
     except Refused as refused:
         if refused.problem == "bad_prompt" and "messages" in body:
             raise Refused(refused.message, hint="Send it as a plain prompt: add --plain.") from refused
