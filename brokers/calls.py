@@ -203,6 +203,11 @@ def finish(
     return Call(_fcall("finish", k[:4], token, pos, state.value, reason.value, prompt_tokens, *why), written)
 
 
+def look(job: Job, k: Keys) -> Call:
+    """Whether the store still knows of the end of a job: Accepted, or Gone. What it half forgot is published again."""
+    return Call(_fcall("look", (k.record, k.live), job.id), written)
+
+
 def release(job: Job, k: Keys, token: str, settings: Settings) -> Call:
     check_ms = int(settings.queued_check_s * 1000)
     return Call(_fcall("release", (k.record, k.live), job.id, token, check_ms), written)

@@ -3,8 +3,9 @@
 One thread and one connection per home. Each round it takes every stream that has something due and sends all of it in
 one pipeline: chunks, terminal entries, lease renewals. What came meanwhile is due in the next round, so chunks grow
 by themselves when Redis or the way to it is slow. A chunk is kept until its stream has ended: whatever the store
-forgot can be written again from the position at which it says it stands. What is not durable is bounded: past the
-window the owner is told to pause, and to go on when the store has caught up.
+forgot can be written again from the position at which it says it stands. Some seconds after the end, when a store that
+syncs each second can lose it no more, the writer looks once more, and makes a record again that is gone by then. What
+is not durable is bounded: past the window the owner is told to pause, and to go on when the store has caught up.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _REFUSED_S = 0.5
+_LOOK_S = 3.0  # after the end; a store may lose its last 2 s
 
 
 class Outcome(NamedTuple):
@@ -41,18 +43,29 @@ class _Write(NamedTuple):
     pos: int | None = None  # content up to here is durable then
     ends: bool = False
     begins: bool = False
+    looks: bool = False
+
+
+class _Look(NamedTuple):
+    """What is asked of an ended job, or done for it, and when (monotonic)."""
+
+    at: float
+    stream: OwnedStream
+    call: calls.Call
 
 
 class OwnedStream:
     """One stream that this process owns: its content from the start, and how much of it is durable.
 
-    Pushed by one thread and written by another; the writer's lock guards everything that changes.
+    Pushed by one thread and written by another; the writer's lock guards everything that changes. `remake` makes the
+    job's record again, should the store lose it together with its end.
     """
 
-    def __init__(self, job: Job, keys: calls.Keys, token: str) -> None:
+    def __init__(self, job: Job, keys: calls.Keys, token: str, remake: calls.Call | None = None) -> None:
         self.job = job
         self.keys = keys
         self.token = token
+        self.remake = remake
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.durable = 0  # tokens in the store
@@ -138,6 +151,7 @@ class ChunkWriter:
         self._full = False
         self._client = connect.blocking(settings, home, timeout_s=settings.store_timeout_s)
         self._streams: dict[str, OwnedStream] = {}
+        self._looks: dict[str, _Look] = {}  # by job
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"chunk-writer-{home}", daemon=True)
@@ -217,6 +231,7 @@ class ChunkWriter:
             while True:
                 now = time.monotonic()
                 work = [write for stream in self._streams.values() for write in self._due(stream, now)]
+                work += [_Write(look.stream, look.call, looks=True) for look in self._due_looks(now)]
                 if work or (self._closing and not self._streams):
                     return work
                 if self._closing:
@@ -226,6 +241,7 @@ class ChunkWriter:
     def _patience(self, now: float) -> float:
         renew_s = self._settings.renew_ms / 1000
         waits = [s.renewed_at + renew_s - now for s in self._streams.values()]
+        waits += [max(look.at, look.stream.held_until) - now for look in self._looks.values()]
         waits += [s.held_until - now for s in self._streams.values() if s.held_until > now]
         waits += [due for s in self._streams.values() if (due := s.due_in(now, self._settings)) is not None]
         return max(0.001, min(waits, default=renew_s))
@@ -247,6 +263,9 @@ class ChunkWriter:
             stream.renewed_at = now
         return due
 
+    def _due_looks(self, now: float) -> list[_Look]:
+        return [look for look in self._looks.values() if max(look.at, look.stream.held_until) <= now]
+
     def _settle(self, work: list[_Write], replies: list[Any]) -> None:
         refusals = [reply for reply in replies if isinstance(reply, Exception)]
         with self._changed:
@@ -266,6 +285,9 @@ class ChunkWriter:
     def _apply(self, write: _Write, written: calls.Written) -> bool:
         """Take a reply in. True when the job is asked to stop."""
         stream = write.stream
+        if write.looks:
+            self._looked(stream, gone=isinstance(written, calls.Gone))
+            return False
         match written:
             case calls.Accepted(cancel):
                 if write.pos is not None:
@@ -273,6 +295,9 @@ class ChunkWriter:
                 stream.begun_is_out = stream.begun_is_out or write.begins
                 if write.ends:
                     self._forget(stream)
+                    if stream.remake:
+                        at = time.monotonic() + _LOOK_S
+                        self._looks[stream.job.id] = _Look(at, stream, calls.look(stream.job, stream.keys))
                 return cancel and stream.outcome is None
             case calls.Rewind(pos):
                 # Ours, written by a try whose reply was lost; or the store forgot its last second.
@@ -281,6 +306,12 @@ class ChunkWriter:
                 stream.lost = written
                 self._forget(stream)
         return False
+
+    def _looked(self, stream: OwnedStream, *, gone: bool) -> None:
+        del self._looks[stream.job.id]
+        if gone and stream.remake:
+            log.warning("job %s: the store lost it after its end; made again", stream.job.id)
+            self._looks[stream.job.id] = _Look(0.0, stream, stream.remake)
 
     def _forget(self, stream: OwnedStream) -> None:
         self._streams.pop(stream.job.id, None)

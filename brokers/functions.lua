@@ -243,6 +243,18 @@ local function done(keys, args)
   return 0
 end
 
+-- KEYS record live; ARGV job. Whoever ended the job some seconds ago looks whether the store still knows: 0, or GONE. One
+-- that waits for a worker again has lost its claim too, and its message is acknowledged: it is to be published.
+local function look(keys, args)
+  local state = redis.call('HGET', keys[1], 'state')
+  if not state then return { 'GONE' } end
+  if state == 'queued' or state == 'accepted' then
+    redis.call('HSET', keys[1], 'state', 'accepted')
+    redis.call('ZADD', keys[2], int(now_ms()), args[1])
+  end
+  return 0
+end
+
 -- KEYS record live; ARGV job token check_ms. The owner hands the job back; its message returns to the queue.
 local function release(keys, args)
   local mine, refusal = owned(keys[1], args[2])
@@ -435,6 +447,7 @@ redis.register_function('lb1_renew', renew)
 redis.register_function('lb1_append', append)
 redis.register_function('lb1_finish', done)
 redis.register_function('lb1_release', release)
+redis.register_function('lb1_look', look)
 redis.register_function('lb1_cancel', cancel)
 redis.register_function('lb1_reconcile', reconcile)
 redis.register_function('lb1_begin', begin)

@@ -61,6 +61,8 @@ class Runner:
             adopted = self._wait(*found)  # delivered again after a lost connection: nothing starts anew
             if found[1].stream.lost is None:
                 return adopted
+            if not found[1].out_of_engine.is_set():  # the engine hangs: it would take the same sequence twice
+                raise HandedBackError
             # The run was not ours any more, and this message may be the one that its job was published again with.
         return self._run(envelope)
 
@@ -75,7 +77,8 @@ class Runner:
             raise PoisonError
         if not isinstance(claimed, calls.Claimed):
             return _nothing_to_do(claimed)
-        stream = OwnedStream(job, calls.keys(job, self._runtime.settings.partitions), token)
+        keys, settings = calls.keys(job, self._runtime.settings.partitions), self._runtime.settings
+        stream = OwnedStream(job, keys, token, remake=calls.create(job, claimed.sealed, keys, settings))
         return self._generate(stream, writer, claimed)
 
     # --- claiming ---------------------------------------------------------------------------------------------

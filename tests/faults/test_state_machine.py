@@ -236,6 +236,14 @@ class JobMachine(RuleBasedStateMachine):
         else:
             self._expect_write(token, answer)
 
+    @rule()
+    def look_again(self) -> None:
+        """A worker believes that it ended the job."""
+        answer = self._call(calls.look(self.job, self.keys))
+        assert isinstance(answer, calls.Accepted if self.state else calls.Gone)
+        if self.state == "queued":
+            self.state = "accepted"
+
     @rule(token=_tokens)
     def engine_dies_over_it_alone(self, token: str) -> None:
         token = self._who(token)

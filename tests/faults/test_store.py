@@ -51,7 +51,7 @@ def test_redis_killed_under_load(rig: Rig, tell: Tell, times: int) -> None:
 @sizes(short=1, long=10)
 def test_redis_comes_back_without_its_last_seconds(rig: Rig, tell: Tell, times: int) -> None:
     lost_bytes = 0
-    with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS, tokens=(80, 1000), patient=True) as load:
+    with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS, tokens=(40, 600), patient=True) as load:
         for _ in range(times):
             load.wait_flowing(_CLIENTS // 2, timeout_s=60)
             lost_bytes += _lose(rig.servers.valkey, _LOST_S)
