@@ -28,6 +28,7 @@ from brokers.webhooks import Webhooks
 log = logging.getLogger(__name__)
 
 _LEASE_MS = 5000
+_AT_ONCE = 256  # jobs looked at together
 _DUE_AT_ONCE = 500  # jobs of one partition in one sweep
 
 
@@ -40,6 +41,8 @@ class Reconciler:
         self._webhooks = Webhooks(settings, self._store, self._sealer)
         self._token = secrets.token_hex(8)
         self._leads = False
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._depths: dict[str, asyncio.Task[dict[str, int]]] = {}  # by place, of the sweep in hand
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sweep until asked to stop. Outages are waited out."""
@@ -68,12 +71,14 @@ class Reconciler:
         partitions = range(self._settings.partitions)
         due = await asyncio.gather(*(self._due(names.partition_at(index)) for index in partitions))
         jobs = [job_id for page in due for job_id in page]
+        self._depths.clear()
         return sum(await asyncio.gather(*map(self._try, jobs)))
 
     async def _try(self, job_id: str) -> bool:
         """One job's trouble is its own; an outage ends the sweep."""
         try:
-            return await self._reconcile(job_id)
+            async with self._at_once:
+                return await self._reconcile(job_id)
         except (StoreUnavailable, BrokerUnavailable):
             raise
         except LingbotError as error:
@@ -135,11 +140,17 @@ class Reconciler:
 
     async def _no_message(self, job: Job) -> bool:
         """True when the broker says that the job's queue holds nothing, delivered or not."""
-        queue = names.queue(job.place, job.model, job.lane)
+        if job.place not in self._depths:  # one question a sweep, however many jobs wait
+            self._depths[job.place] = asyncio.create_task(self._ask_depths(job.place))
+        depths = await self._depths[job.place]
+        return depths.get(names.queue(job.place, job.model, job.lane)) == 0
+
+    async def _ask_depths(self, place: str) -> dict[str, int]:
+        """Messages by queue; empty while nobody can tell, and then the jobs are looked at again later."""
         try:
-            return await management.queue_depth(self._settings, job.place, queue) == 0
+            return await management.depths(self._settings, place)
         except BrokerUnavailable:
-            return False  # not known: looked at again later
+            return {}
 
     # --- leading ----------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def declare(settings: Settings, models: Iterable[str], region: str | None = None
         channel.exchange_declare(names.DEAD_EXCHANGE, "fanout", durable=True)
         for queue in queues(settings, region, models):
             if fault := _declare_queue(channel, queue):
-                raise ConfigurationError(fault, hint=f"Drain and delete {queue.name}, or restore the setting.")
+                raise ConfigurationError(fault, hint=_repair(queue))
 
 
 def check(settings: Settings, models: Iterable[str], region: str | None = None) -> list[str]:
@@ -97,8 +97,15 @@ def _declare_queue(channel: BlockingChannel, queue: QueueSpec) -> str | None:
         channel.queue_bind(queue.name, queue.exchange, queue.routing_key)
     except ChannelClosedByBroker as closed:
         # 406 says both values: inequivalent arg 'x' for queue 'q': received '1' but current is '2'
-        return f"queue {queue.name} exists with other arguments: {closed.reply_text}"
+        return f"queue {queue.name} exists with other arguments: {closed.reply_text}."
     return None
+
+
+def _repair(queue: QueueSpec) -> str:
+    return (
+        f"Restore the setting, or let the queue run empty, then `rabbitmqctl delete_queue {queue.name}` (in its vhost) "
+        "and `lingbot declare`."
+    )
 
 
 def _missing(channel: BlockingChannel, queue: QueueSpec) -> str | None:

@@ -48,7 +48,9 @@ as `Last-Event-ID`, as `?after=` and as the id of the job's Redis stream.
 def create_app(settings: Settings) -> Front:
     """The API on these settings; its connections open with the server's lifespan."""
     platform = Platform(settings)
-    app = FastAPI(title="Lingbot", version=_version(), description=_ABOUT, lifespan=_lifespan(platform))
+    app = FastAPI(
+        title="Lingbot", version=_version(), description=_ABOUT, lifespan=_lifespan(platform), redirect_slashes=False
+    )
     app.router.routes.extend(map(_route, _PLAIN))
     secured = [Security(BEARER)]
     app.include_router(operations.router)

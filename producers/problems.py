@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from brokers.errors import LingbotError
 
-OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/models")
+OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/models", "/v1/embeddings", "/v1/responses")
 _RETRY_AFTER_S = 1
 
 

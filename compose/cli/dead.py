@@ -10,6 +10,7 @@ import typer
 
 from compose.cli import output
 from compose.cli.options import JsonOption, KeyOption, UrlOption, connected
+from compose.cli.paths import path
 
 app = typer.Typer(
     help="Jobs that workers gave up on: list, show, replay, drop (needs a key with the scope admin).",
@@ -38,14 +39,14 @@ def list_dead(
 def show(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> None:
     """One dead letter, without its prompt."""
     with connected(url, key) as client:
-        output.show_json(client.get(f"/v1/dead/{job}"))
+        output.show_json(client.get(path("dead", job)))
 
 
 @app.command()
 def replay(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> None:
     """Submit it again as a new job of the same tenant, whose id is printed. The dead letter is gone then."""
     with connected(url, key) as client:
-        made = client.post(f"/v1/dead/{job}/replay")
+        made = client.post(path("dead", job, "replay"))
     sys.stdout.write(f"{made['id']}\n")
     output.remark(f"{job} runs again as {made['id']}")
 
@@ -54,7 +55,7 @@ def replay(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> No
 def drop(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> None:
     """Drop a dead letter. Its job's record stays as it is."""
     with connected(url, key) as client:
-        client.delete(f"/v1/dead/{job}")
+        client.delete(path("dead", job))
     output.remark(f"dropped {job}")
 
 
@@ -73,7 +74,7 @@ def list_webhooks(
 def replay_webhook(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> None:
     """Tell a job's end again, with all tries."""
     with connected(url, key) as client:
-        client.post(f"/v1/webhooks/dead/{job}/replay")
+        client.post(path("webhooks", "dead", job, "replay"))
     output.remark(f"the webhook of {job} is due")
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from httpx_sse import EventSource
 
 from compose.cli.client import Client, Refused, Unreachable
+from compose.cli.paths import path
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
@@ -51,7 +52,7 @@ def follow(client: Client, job_id: str, after: int, on_pause: Callable[[str], No
 
 
 def _connection(client: Client, job_id: str, position: int) -> Iterator[Event]:
-    with client.stream(f"/v1/jobs/{job_id}/events", position) as response:
+    with client.stream(path("jobs", job_id, "events"), position) as response:
         for raw in EventSource(response).iter_sse():
             if not raw.data:  # a frame that only says how soon to reconnect
                 continue

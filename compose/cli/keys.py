@@ -9,6 +9,7 @@ import typer
 
 from compose.cli import output
 from compose.cli.options import JsonOption, KeyOption, UrlOption, connected
+from compose.cli.paths import path
 
 app = typer.Typer(help="API keys: make, list, revoke (needs a key with the scope admin).", no_args_is_help=True)
 
@@ -59,7 +60,7 @@ def list_keys(
 def revoke(key_id: str, url: UrlOption = None, key: KeyOption = None) -> None:
     """Revoke a key by its id. It stops working within two seconds."""
     with connected(url, key) as client:
-        client.delete(f"/v1/keys/{key_id}")
+        client.delete(path("keys", key_id))
     output.remark(f"revoked {key_id}")
 
 

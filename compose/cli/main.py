@@ -15,6 +15,7 @@ from brokers.errors import LingbotError
 from brokers.job import TERMINAL, Lane
 from compose.cli import dead, keys, models, output
 from compose.cli.options import JsonOption, KeyOption, StateOption, UrlOption, connected
+from compose.cli.paths import path
 
 _STATE = Path(".lingbot")
 
@@ -157,7 +158,7 @@ def cancel(
 ) -> None:
     """End a job. What it wrote so far is kept."""
     with connected(url, key) as client:
-        status = client.post(f"/v1/jobs/{job}/cancel")["status"]
+        status = client.post(path("jobs", job, "cancel"))["status"]
     output.remark(f"{job} is {status}" if status in TERMINAL else f"{job} was {status} and ends now")
 
 
@@ -167,7 +168,7 @@ def erase(
 ) -> None:
     """Delete a job with its text, for good. One that still runs ends."""
     with connected(url, key) as client:
-        client.delete(f"/v1/jobs/{job}")
+        client.delete(path("jobs", job))
     output.remark(f"{job} is erased")
 
 

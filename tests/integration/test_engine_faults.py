@@ -52,7 +52,7 @@ async def client(settings: Settings, worker: Process) -> AsyncIterator[Client]:
 
 
 async def dead_letters(settings: Settings) -> int:
-    return await management.queue_depth(settings, settings.region, names.dead_queue(settings.region)) or 0
+    return (await management.depths(settings, settings.region)).get(names.dead_queue(settings.region), 0)
 
 
 @pytest.mark.parametrize("order", ["!crash@0", "!crash@1", "!crash@20"])

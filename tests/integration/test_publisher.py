@@ -28,7 +28,7 @@ async def publisher(settings: Settings) -> AsyncIterator[Publisher]:
 
 async def depth_reaches(settings: Settings, queue: str, wanted: int) -> bool:
     for _ in range(100):
-        if await management.queue_depth(settings, settings.region, queue) == wanted:
+        if (await management.depths(settings, settings.region)).get(queue) == wanted:
             return True
         await asyncio.sleep(0.1)
     return False

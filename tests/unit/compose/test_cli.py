@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from compose.cli import target
 from compose.cli.cursors import Cursor
 from compose.cli.main import app
+from compose.cli.paths import path
 from compose.cli.status import render
 
 
@@ -105,3 +106,7 @@ def test_the_command_starts_without_torch() -> None:
     code = f"import sys, compose.cli.main; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_a_user_typed_stays_one_part_of_the_path() -> None:
+    assert path("jobs", "../keys", "cancel") == "/v1/jobs/..%2Fkeys/cancel"
