@@ -6,6 +6,7 @@ with the numbers that the platform promises.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,15 +38,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """RabbitMQ and Valkey of the fault tests' own: nobody else minds when they die."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("LINGBOT_CONFIG", "LINGBOT_REGION"):
-            patch.delenv(name, raising=False)
-        try:
-            running = servers(tmp_path_factory.mktemp("faults"), _REAL_MODELS.resolve())
-            with running as found:
-                yield found
-        except ServerMissing as missing:
-            pytest.skip(f"{missing.message}. {missing.hint}")
+    try:
+        with servers(tmp_path_factory.mktemp("faults"), _REAL_MODELS.resolve()) as running:
+            yield running
+    except ServerMissing as missing:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"{missing.message}. {missing.hint}")
 
 
 @pytest.fixture

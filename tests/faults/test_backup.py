@@ -24,7 +24,7 @@ from compose import commands, config
 from compose.servers import PortBook, Process, RabbitMQ, Valkey
 from tests.integration.test_store import make_job
 from tests.integration.test_worker import wait_until_it_consumes
-from tests.platform import SCRIPTED_MODEL
+from tests.platform import APART_MODEL
 
 
 def moved(settings: Settings, valkey: Valkey, rabbitmq: RabbitMQ) -> Settings:
@@ -61,7 +61,7 @@ def start_worker(folder: Path, settings: Settings) -> Process:
     (folder / "lingbot.toml").write_text(config.to_toml({**values, "seal_keys": secrets, "regions": {"local": urls}}))
     process = Process(
         "restored",
-        commands.worker(settings, [SCRIPTED_MODEL], name="restored"),
+        commands.worker(settings, [APART_MODEL], name="restored"),
         env=commands.environment(folder / "lingbot.toml"),
         log=folder / "restored.log",
         pid_file=folder / "restored.pid",
@@ -75,10 +75,10 @@ async def accept(settings: Settings, count: int) -> list[Job]:
     """Jobs whose messages are about to be lost with their broker."""
     store, sealer = Store(settings), Sealer(settings)
     await store.open()
-    ids = Registry(settings.models_dir).get(SCRIPTED_MODEL).encode("restored")
+    ids = Registry(settings.models_dir).get(APART_MODEL).encode("restored")
     jobs = []
     for _ in range(count):
-        job = msgspec.structs.replace(make_job(settings), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+        job = msgspec.structs.replace(make_job(settings), model=APART_MODEL, prompt_tokens=len(ids))
         spec = TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=20, seed=1, ignore_eos=True))
         await store.create(job, sealer.seal(job, spec))
         await store.queued(job)
@@ -115,7 +115,7 @@ async def test_the_store_and_the_seal_keys_bring_every_job_back(
     lost.kill()
     with Valkey(tmp_path / "second", ports=PortBook()) as restored:
         site = moved(settings, restored, broker)
-        topology.declare(site, [SCRIPTED_MODEL])
+        topology.declare(site, [APART_MODEL])
         worker = start_worker(tmp_path, site)
         try:
             texts = await recover(site, jobs)

@@ -17,7 +17,7 @@ from brokers.settings import Settings
 from compose import commands, keys, probes
 from compose.servers import PortBook, Process
 from tests.integration.test_worker import wait_until_it_consumes
-from tests.platform import SCRIPTED_MODEL
+from tests.platform import APART_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 NEXT = names.VERSION + 1
@@ -50,7 +50,7 @@ class Fleet:
 
     def worker(self, version: str) -> Process:
         name = f"{version}-worker"
-        process = self._process(name, version, commands.worker(self._settings, [SCRIPTED_MODEL], name=name))
+        process = self._process(name, version, commands.worker(self._settings, [APART_MODEL], name=name))
         process.spawn()
         wait_until_it_consumes(process, self._settings)
         self._wait_for_log(process, "ready.")
@@ -94,7 +94,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(state: Path, settings: Settings, next_version: Path, ports: PortBook) -> Iterator[Fleet]:
-    topology.declare(settings, [SCRIPTED_MODEL])
+    topology.declare(settings, [APART_MODEL])
     fleet = Fleet(state, settings, next_version, ports)
     yield fleet
     fleet.stop_all()
@@ -114,7 +114,7 @@ class Load(threading.Thread):
         with httpx.Client(headers=self._headers, timeout=10, trust_env=False) as client:
             while not self.done.is_set():
                 for url in list(self.urls):
-                    body = {"model": SCRIPTED_MODEL, "prompt": "rolling !slow@2", "max_tokens": 60, "seed": 4}
+                    body = {"model": APART_MODEL, "prompt": "rolling !slow@2", "max_tokens": 60, "seed": 4}
                     answer = client.post(f"{url}/v1/jobs", json={**body, "ignore_eos": True})
                     assert answer.status_code == 202, answer.text
                     self.jobs.append(answer.json()["id"])
