@@ -23,7 +23,7 @@ class Judge:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._tokenizer = Tokenizer.from_file(str(Path(model.folder) / "tokenizer.json"))
-        self._network = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+        self._network = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)  # in eval mode
 
     def faults(self, work: Work, stream: Stream) -> list[str]:
         """What of a greedy text the model would not have said, or what is not the text of its tokens."""
