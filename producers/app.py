@@ -23,6 +23,7 @@ from producers import documents, problems
 from producers.auth import BEARER
 from producers.documents import Plain
 from producers.front import Front, as_problem
+from producers.pages import add_docs
 from producers.platform import Platform
 from producers.problems import Problem
 from producers.routes import dead, events, jobs, keys, openai, operations, usage, webhooks
@@ -49,8 +50,15 @@ def create_app(settings: Settings) -> Front:
     """The API on these settings; its connections open with the server's lifespan."""
     platform = Platform(settings)
     app = FastAPI(
-        title="Lingbot", version=_version(), description=_ABOUT, lifespan=_lifespan(platform), redirect_slashes=False
+        title="Lingbot",
+        version=_version(),
+        description=_ABOUT,
+        lifespan=_lifespan(platform),
+        redirect_slashes=False,
+        docs_url=None,  # pages.py has it
+        redoc_url=None,
     )
+    add_docs(app)
     app.router.routes.extend(map(_route, _PLAIN))
     secured = [Security(BEARER)]
     app.include_router(operations.router)

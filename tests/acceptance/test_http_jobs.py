@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -224,7 +225,6 @@ def test_operators_routes_answer(platform: Platform) -> None:
 
 def test_every_route_is_in_the_document(platform: Platform) -> None:
     document = httpx.get(f"{platform.base_url}/openapi.json").json()
-    assert httpx.get(f"{platform.base_url}/docs").status_code == 200
     paths = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
     assert {"POST /v1/jobs", "GET /v1/jobs/{job_id}/events", "POST /v1/chat/completions", "GET /v1/models"} <= paths
     for methods in document["paths"].values():
@@ -232,6 +232,21 @@ def test_every_route_is_in_the_document(platform: Platform) -> None:
             assert operation["summary"]
             assert "HTTPValidationError" not in str(operation["responses"])  # FastAPI's own shape
     assert "JobRequest" in document["components"]["schemas"]
+
+
+def test_the_documentation_needs_no_other_host(platform: Platform) -> None:
+    page = httpx.get(f"{platform.base_url}/docs")
+    assert page.status_code == 200
+    assets = re.findall(r"""(?:src|href)="([^"]+)""", page.text)
+    assert {asset.rsplit(".", 1)[-1] for asset in assets} == {"js", "css", "png"}
+    assert not re.findall(r"(?:https?:)?//[\w.-]+", page.text)
+    for asset in assets:
+        answer = httpx.get(f"{platform.base_url}{asset}")
+        assert answer.status_code == 200
+        assert len(answer.content) > 1000
+        if asset.endswith(".css"):
+            assert not re.findall(r"""@import|url\(["']?(?!["']?data:)""", answer.text)
+    assert httpx.get(f"{platform.base_url}/docs/assets/nothing.js").json()["code"] == "not_found"
 
 
 def test_a_callers_request_id_comes_back_unless_it_is_no_plain_word(http: httpx.Client) -> None:
