@@ -20,7 +20,7 @@ from brokers.settings import Region, Settings
 from compose import config
 from compose.servers import PortBook, RabbitMQ, Valkey
 from compose.servers.errors import ServerMissing
-from tests.platform import SCRIPTED_MODEL, Platform
+from tests.platform import APART_MODEL, SCRIPTED_MODEL, Platform
 
 REGION = "local"
 
@@ -66,7 +66,8 @@ def models_dir(state: Path) -> Path:
     from workers.weights.scripted import create_scripted_model
 
     folder = state / "models"
-    create_scripted_model(folder, SCRIPTED_MODEL, {"directives": True})
+    for name in (SCRIPTED_MODEL, APART_MODEL):
+        create_scripted_model(folder, name, {"directives": True})
     return folder
 
 

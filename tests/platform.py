@@ -13,6 +13,8 @@ from compose import commands, keys, probes
 from compose.servers import Process
 
 SCRIPTED_MODEL = "scripted"
+APART_MODEL = "apart"
+"""Scripted too, and served by no worker but those that a test starts itself: the platform outlives its test module."""
 _READY_S = 45.0
 
 

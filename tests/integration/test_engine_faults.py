@@ -16,17 +16,17 @@ from brokers.status import workers
 from compose import commands
 from compose.servers import Process
 from tests.integration.test_worker import Client, end_of, text_of, wait_until_it_consumes
-from tests.platform import SCRIPTED_MODEL
+from tests.platform import APART_MODEL
 
 SAMPLING = Sampling(max_tokens=60, seed=9, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def worker(state: Path, settings: Settings) -> Iterator[Process]:
-    topology.declare(settings, [SCRIPTED_MODEL])
+    topology.declare(settings, [APART_MODEL])
     process = Process(
         "fragile",
-        commands.worker(settings, [SCRIPTED_MODEL], name="fragile"),
+        commands.worker(settings, [APART_MODEL], name="fragile"),
         env=commands.environment(state / "lingbot.toml", engine_hang_s=2.0),
         log=state / "logs" / "fragile.log",
         pid_file=state / "run" / "fragile.pid",
@@ -92,13 +92,17 @@ async def test_an_engine_that_will_not_start_takes_its_model_out_until_it_does(
 ) -> None:
     """Its card is broken, then its engine killed: three starts fail, and the jobs wait for somebody who can."""
 
+    async def state() -> str:
+        reports = await workers(settings, client.store)
+        return next((str(report["state"]) for report in reports if report["name"].startswith("fragile.")), "none")
+
     async def state_becomes(wanted: str, seconds: float) -> None:
         async with asyncio.timeout(seconds):
-            while [report["state"] for report in await workers(settings, client.store)] != [wanted]:
+            while wanted != await state():
                 await asyncio.sleep(0.2)
 
     await state_becomes("ready", 10)
-    card = settings.models_dir / SCRIPTED_MODEL / "lingbot.json"
+    card = settings.models_dir / APART_MODEL / "lingbot.json"
     whole = card.read_text()
     job = await client.submit("waits !slow@5", Sampling(max_tokens=400, seed=9, ignore_eos=True))
     await asyncio.sleep(0.5)

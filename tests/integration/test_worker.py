@@ -23,13 +23,13 @@ from brokers.store import Store
 from compose import commands, probes
 from compose.servers import Process
 from tests.integration.test_store import make_job
-from tests.platform import SCRIPTED_MODEL
+from tests.platform import APART_MODEL
 
 
 def worker_process(state: Path, settings: Settings, name: str) -> Process:
     return Process(
         name,
-        commands.worker(settings, [SCRIPTED_MODEL], name=name),
+        commands.worker(settings, [APART_MODEL], name=name),
         env=commands.environment(state / "lingbot.toml"),
         log=state / "logs" / f"{name}.log",
         pid_file=state / "run" / f"{name}.pid",
@@ -38,7 +38,7 @@ def worker_process(state: Path, settings: Settings, name: str) -> Process:
 
 def wait_until_it_consumes(process: Process, settings: Settings) -> None:
     deadline = time.monotonic() + 30
-    while not probes.consumed(settings, names.queue(settings.region, SCRIPTED_MODEL, Lane.STANDARD)):
+    while not probes.consumed(settings, names.queue(settings.region, APART_MODEL, Lane.STANDARD)):
         assert process.alive, process.tail(40)
         assert time.monotonic() < deadline, process.tail(40)
         time.sleep(0.1)
@@ -46,7 +46,7 @@ def wait_until_it_consumes(process: Process, settings: Settings) -> None:
 
 @pytest.fixture(scope="module")
 def worker(state: Path, settings: Settings) -> Iterator[Process]:
-    topology.declare(settings, [SCRIPTED_MODEL])
+    topology.declare(settings, [APART_MODEL])
     process = worker_process(state, settings, "w1")
     process.spawn()
     try:
@@ -65,14 +65,14 @@ class Client:
         self.publisher = Publisher(settings)
         self.reader = ChunkReader(settings)
         self.sealer = Sealer(settings)
-        self.model = Registry(settings.models_dir).get(SCRIPTED_MODEL)
+        self.model = Registry(settings.models_dir).get(APART_MODEL)
 
     async def submit(
         self, prompt: str, sampling: Sampling, *, lives_s: float = 60.0, lane: Lane = Lane.STANDARD
     ) -> Job:
         ids = self.model.encode(prompt)
         job = msgspec.structs.replace(
-            make_job(self.settings, lives_s=lives_s), model=SCRIPTED_MODEL, prompt_tokens=len(ids), lane=lane
+            make_job(self.settings, lives_s=lives_s), model=APART_MODEL, prompt_tokens=len(ids), lane=lane
         )
         sealed = self.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=sampling))
         await self.store.create(job, sealed)
@@ -148,7 +148,7 @@ async def test_a_deadline_holds_in_the_engine(client: Client) -> None:
 
 async def test_a_message_delivered_twice_runs_once(client: Client) -> None:
     ids = client.model.encode("twice")
-    job = msgspec.structs.replace(make_job(client.settings), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+    job = msgspec.structs.replace(make_job(client.settings), model=APART_MODEL, prompt_tokens=len(ids))
     sealed = client.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=30, ignore_eos=True)))
     await client.store.create(job, sealed)
     await asyncio.gather(*(client.publisher.publish(job, sealed) for _ in range(5)))
@@ -175,7 +175,7 @@ async def test_a_revoke_that_comes_before_the_message_ends_the_job(client: Clien
     from workers.app import create_app
 
     ids = client.model.encode("revoked early")
-    job = msgspec.structs.replace(make_job(client.settings), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+    job = msgspec.structs.replace(make_job(client.settings), model=APART_MODEL, prompt_tokens=len(ids))
     sealed = client.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=3)))
     await client.store.create(job, sealed)
     control = create_app(client.settings).control
@@ -192,7 +192,7 @@ async def test_a_job_that_no_message_tells_of_is_published_by_the_reconciler(cli
     fast = client.settings.model_copy(update={"accepted_grace_s": 0.05})
     store = Store(fast)
     ids = client.model.encode("forgotten")
-    job = msgspec.structs.replace(make_job(fast), model=SCRIPTED_MODEL, prompt_tokens=len(ids))
+    job = msgspec.structs.replace(make_job(fast), model=APART_MODEL, prompt_tokens=len(ids))
     await store.create(job, client.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=Sampling(max_tokens=3))))
     await asyncio.sleep(0.1)
     reconciler = Reconciler(fast)
@@ -236,7 +236,8 @@ async def test_a_worker_that_was_frozen_goes_on_with_its_job_soon_after(client: 
     sweeping = asyncio.create_task(reconciler.run(stop))
     job = await client.submit("hello !slow@20", Sampling(max_tokens=100, ignore_eos=True))
     reading = asyncio.create_task(client.read(job))
-    await asyncio.sleep(0.7)
+    while not ((running := await client.store.get(job.id)) and running.pos):
+        await asyncio.sleep(0.02)
     os.kill(worker.pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(client.settings.lease_ms / 1000 + 3)
@@ -255,7 +256,7 @@ async def test_a_worker_that_was_frozen_goes_on_with_its_job_soon_after(client: 
 def test_a_worker_that_grew_too_large_drains_and_ends(state: Path, settings: Settings, worker: Process) -> None:
     large = Process(
         "large",
-        commands.worker(settings, [SCRIPTED_MODEL], name="large"),
+        commands.worker(settings, [APART_MODEL], name="large"),
         env=commands.environment(state / "lingbot.toml", max_rss_mb=20),
         log=state / "logs" / "large.log",
         pid_file=state / "run" / "large.pid",
