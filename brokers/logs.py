@@ -30,6 +30,7 @@ def configure(settings: Settings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.log_level.upper())
+    logging.captureWarnings(True)
     # These say at INFO what every request does.
     for chatty in ("pika", "httpx", "httpx2", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

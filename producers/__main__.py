@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uvicorn
 
+from brokers import logs
 from brokers.settings import load
 from producers.heads import BoundedHeads
 
@@ -13,6 +14,7 @@ _GRACE_S = 5  # open streams are told to end at once; this is for answers being 
 
 def main() -> None:
     settings = load()
+    logs.configure(settings)
     uvicorn.run(
         "producers.app:app",
         host=settings.host,
@@ -23,7 +25,7 @@ def main() -> None:
         server_header=False,
         proxy_headers=False,  # nothing here depends on the client's address
         backlog=_BACKLOG,
-        log_level=settings.log_level.lower(),
+        log_config=None,  # ours
         timeout_graceful_shutdown=_GRACE_S,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -121,3 +122,29 @@ def test_a_killed_worker_costs_seconds_and_no_text(platform: Platform) -> None:
         platform.kill("worker")
         platform.restart("worker")
         assert finish(http, job_id) == reference
+
+
+def test_the_logs_are_json_lines_without_a_trace_of_a_hand_back(platform: Platform) -> None:
+    worker = platform.processes["worker"]
+    with client(platform) as http:
+        job_id = submit(http, platform, "asecretword !slow@5", 3000)
+        wait_for(http, job_id, "running")
+        os.kill(worker.pid, 15)
+        time.sleep(0.2)
+        os.kill(worker.pid, 15)
+        wait_for(http, job_id, "queued")
+        platform.restart("worker")
+        http.post(f"/v1/jobs/{job_id}/cancel")
+    for name in ("api", "reconciler"):
+        lines = platform.processes[name].log.read_text().splitlines()
+        assert all({"event", "level", "logger", "timestamp"} <= set(json.loads(line)) for line in lines)
+    # The banner, on stdout, is in the same file: its lines have no brace in front.
+    lines = [line for line in worker.log.read_text().splitlines() if line.startswith("{")]
+    records = [json.loads(line) for line in lines]
+    assert any(f"[{job_id}] received" in record["event"] for record in records)
+    handed_back = [record for record in records if job_id in record["event"] and "handed back" in record["event"]]
+    assert handed_back
+    assert not any("exception" in record for record in handed_back)
+    log = worker.log.read_text()
+    assert "Traceback" not in "".join(line for line in log.splitlines() if not line.startswith("{"))
+    assert "asecretword" not in log
