@@ -27,12 +27,12 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
     if file is not None:
-        return _read_file(file)
+        return _not_empty(_read_file(file), f"{file} is empty")
     if argument is not None and argument != "-":
-        return argument
+        return _not_empty(argument, "the prompt is empty")
     if argument is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
-    return _read_stdin()
+    return _not_empty(_read_stdin(), "nothing came on stdin")
 
 
 def default_model(client: Client) -> str:
@@ -138,8 +138,12 @@ def _read_stdin() -> str:
         text = sys.stdin.buffer.read().decode()  # sys.stdin would hand on what is no UTF-8 as half characters
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"what came on stdin is no UTF-8: {error}") from error
+    return text
+
+
+def _not_empty(text: str, otherwise: str) -> str:
     if not text:
-        raise typer.BadParameter("nothing came on stdin")
+        raise typer.BadParameter(otherwise)
     return text
 
 

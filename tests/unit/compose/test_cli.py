@@ -62,7 +62,12 @@ def test_an_api_that_is_away_is_one_line_and_code_1() -> None:
 
 
 def test_bad_usage_is_code_2() -> None:
-    for arguments in (["submit", "hi", "--file", "x"], ["submit", "hi", "--temperature", "3"], ["no-such-command"]):
+    for arguments in (
+        ["submit", "hi", "--file", "x"],
+        ["submit", ""],
+        ["submit", "hi", "--temperature", "3"],
+        ["no-such-command"],
+    ):
         assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
