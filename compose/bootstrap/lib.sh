@@ -8,6 +8,17 @@ fail() {
   exit 1
 }
 
+# Hundreds of lines as one that changes, for who watches it; errors are on stderr and stay.
+on_one_line() {
+  if [[ ! -t 2 ]]; then
+    cat >/dev/null
+    return
+  fi
+  local line
+  while IFS= read -r line; do printf '\r\033[K    %.100s' "$line" >&2; done
+  printf '\r\033[K' >&2
+}
+
 # The first interpreter this project runs on; PYTHON, where set, is the only candidate.
 find_python() {
   local candidate

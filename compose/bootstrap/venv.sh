@@ -44,7 +44,7 @@ main() {
   make_venv
   install_torch
   say "installing the packages pinned in constraints.txt"
-  pip install -c constraints.txt -e '.[dev]'
+  pip install -c constraints.txt -e '.[dev]' | on_one_line
 }
 
 main
