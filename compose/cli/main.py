@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from brokers.errors import LingbotError
 from brokers.job import TERMINAL, Lane
-from compose.cli import dead, keys, models, output
+from compose.cli import dead, keys, models, output, target
 from compose.cli.options import JsonOption, KeyOption, StateOption, UrlOption, connected
 from compose.cli.paths import path
 
@@ -61,6 +61,12 @@ def down(state: StateOption = _STATE) -> None:
     from compose.cli.up import down
 
     down(state)
+
+
+@app.command("url")
+def show_url(url: UrlOption = None) -> None:
+    """Print the API's address, for scripts."""
+    typer.echo(target.find(url).url)
 
 
 @app.command()

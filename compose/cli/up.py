@@ -41,6 +41,8 @@ def up(state: Path, regions: Sequence[str], *, demo: bool) -> None:
         folder.end_leftovers()
         platform = Platform(folder, regions)
         tiers = platform.tiers()
+        for sentence in platform.moved():
+            output.remark(sentence)
         report = TerminalReport(sum(len(tier.servers) for tier in tiers))
         with report:
             Supervisor(tiers, report).run(lambda: _came_up(platform, report, demo=demo))
@@ -127,12 +129,18 @@ class TerminalReport:
         self._progress.advance(self._task)
         output.remark(f"{name} is ready ({seconds:.1f} s)")
 
+    def doing(self, step: str) -> None:
+        self._progress.update(self._task, description=step)
+
     def died(self, name: str, code: int | None, pause_s: float) -> None:
         output.remark(f"{name} ended with code {code}; it is started again in {pause_s:.1f} s")
 
     def stopping(self) -> None:
         self._progress.stop()
         output.remark("stopping; the data is kept (once more Ctrl-C: at once)")
+
+    def waiting(self, name: str, stop_means: str) -> None:
+        output.remark(f"waiting for {name} to {stop_means}")
 
     def _describe(self) -> None:
         self._progress.update(self._task, description="starting " + ", ".join(self._starting))
@@ -182,10 +190,12 @@ def _print_summary(platform: Platform) -> None:
         f"[bold]API[/]       {platform.api_url}   docs {platform.api_url}/docs",
         f"[bold]Flower[/]    {platform.flower_url}   login {FLOWER_USER}, password in {root}/flower.password",
         f"[bold]RabbitMQ[/]  {management}   login {rabbitmq.USER}, password in {root}/rabbitmq/password",
+        f"[bold]Valkey[/]    127.0.0.1:{platform.valkey.port}   speaks Redis, password in {root}/valkey/password",
         f"[bold]API key[/]   {platform.dev_key}   (development; also in {root}/dev.key)",
         "",
         "Try next:",
         f'  {command} submit "Write a haiku about queues."',
+        f"  {command} jobs",
         f"  {command} status",
         f"  {command} doctor",
         "",

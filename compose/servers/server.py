@@ -18,6 +18,7 @@ class Server:
     process: Process
     start_timeout_s = 60.0
     stop_grace_s = 20.0
+    stop_means = "end"  # what we wait for it to do then
 
     @property
     def name(self) -> str:

@@ -14,11 +14,14 @@ from brokers.models import Registry
 from brokers.settings import Settings
 from compose import commands, config, keys, probes
 from compose.servers import PortBook, Process, RabbitMQ, Server, Service, Valkey, secret
+from compose.servers.ports import is_free
 from compose.supervisor.folder import StateFolder
-from compose.supervisor.supervisor import Tier
+from compose.supervisor.supervisor import Step, Tier
 
 _PREFERRED = {"api": 8000, "flower": 5555}
+_CALLED = {"api": "the API", "flower": "Flower"}
 DEV_TENANT = "dev"
+_DRAIN_S = 5.0  # who pressed Ctrl-C waits; a job that runs longer goes on after the next start
 
 
 class Platform:
@@ -54,7 +57,11 @@ class Platform:
         flowers = [self._flower(region) for region in self.regions]
         self.ports.forget_others()
         self.ports.save()
-        return [Tier([self.rabbitmq, self.valkey], then=self._prepare), Tier(services), Tier(flowers)]
+        return [
+            Tier([self.rabbitmq, self.valkey], then=Step("preparing queues and key", self._prepare)),
+            Tier(services),
+            Tier(flowers),
+        ]
 
     @property
     def dev_key(self) -> str:
@@ -67,6 +74,15 @@ class Platform:
     @property
     def flower_url(self) -> str:
         return self._url("flower", self.regions[0])
+
+    def moved(self) -> list[str]:
+        """Who listens elsewhere than usual because somebody else is there, one sentence each."""
+        found = ((part, usual, self._port(part, self.regions[0])) for part, usual in _PREFERRED.items())
+        return [
+            f"{usual} is taken: {_CALLED[part]} listens on {port}"
+            for part, usual, port in found
+            if port != usual and not is_free(usual)
+        ]
 
     def _services(self, region: str) -> list[Server]:
         own = self.settings[region]
@@ -82,6 +98,7 @@ class Platform:
                 lambda: probes.consumed(own, queue),
                 start_timeout_s=300,
                 stop_grace_s=own.drain_s + 15,
+                stop_means="end its jobs or hand them back",
             ),
             self._service("reconciler", own, commands.reconciler(), lambda: probes.has_leader(own)),
         ]
@@ -100,6 +117,7 @@ class Platform:
         *,
         start_timeout_s: float = 60,
         stop_grace_s: float = 5,
+        stop_means: str = "end",
         extra: dict[str, str] | None = None,
     ) -> Server:
         name = self._name(part, settings.region)
@@ -107,7 +125,9 @@ class Platform:
         process = Process(
             name, argv, env=own | (extra or {}), log=self.folder.log(name), pid_file=self.folder.pid_file(name)
         )
-        return Service(process, probe, start_timeout_s=start_timeout_s, stop_grace_s=stop_grace_s)
+        return Service(
+            process, probe, start_timeout_s=start_timeout_s, stop_grace_s=stop_grace_s, stop_means=stop_means
+        )
 
     def _prepare(self) -> None:
         for own in self.settings.values():
@@ -126,6 +146,7 @@ class Platform:
             "port": self._port("api", self.regions[0]),
             "models_dir": self.folder.models,
             "runtime_dir": self.folder.run,
+            "drain_s": _DRAIN_S,
             "seal_keys": {"k1": seal_key},
             "regions": {region: self._reach(region) for region in self.regions},
         }

@@ -6,22 +6,34 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import FrameType
 from typing import NamedTuple, Protocol
 
 from compose.servers import Server
+from compose.servers.errors import StartFailed
 
 _POLL_S = 0.1
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_THEN_S = 60.0
+_QUIET_STOP_S = 1.0  # who takes longer to stop is named
 _STEADY_S = 60.0  # who ran this long starts with the first pause again
+
+
+class Step(NamedTuple):
+    """Something done in between, in another thread: it starts no process."""
+
+    name: str  # "preparing queues"
+    act: Callable[[], None]
+    timeout_s: float = _THEN_S
 
 
 class Tier(NamedTuple):
     """Servers that start and stop together, and what is done once all of them are ready."""
 
     servers: Sequence[Server]
-    then: Callable[[], None] | None = None
+    then: Step | None = None
 
 
 class Report(Protocol):
@@ -29,8 +41,10 @@ class Report(Protocol):
 
     def starting(self, name: str) -> None: ...
     def ready(self, name: str, seconds: float) -> None: ...
+    def doing(self, step: str) -> None: ...
     def died(self, name: str, code: int | None, pause_s: float) -> None: ...
     def stopping(self) -> None: ...
+    def waiting(self, name: str, stop_means: str) -> None: ...
 
 
 class Interrupted(Exception):
@@ -83,7 +97,7 @@ class Supervisor:
                 self._launch(server)
             self._await(tier.servers)
             if tier.then:
-                tier.then()
+                self._do(tier.then)
 
     def _launch(self, server: Server) -> None:
         record = self._records.setdefault(server, _Record())
@@ -104,6 +118,19 @@ class Supervisor:
                     server.check_start(started + server.start_timeout_s)
             if self._stop.wait(_POLL_S if waiting else 0):
                 raise Interrupted
+
+    def _do(self, step: Step) -> None:
+        """Run it beside the main thread, which goes on hearing signals and the clock whatever it hangs on."""
+        self._report.doing(step.name)
+        done: Future[None] = Future()
+        threading.Thread(target=_run, args=(step.act, done), name=step.name, daemon=True).start()
+        deadline = time.monotonic() + step.timeout_s
+        while not done.done():
+            if self._stop.wait(_POLL_S):
+                raise Interrupted
+            if time.monotonic() > deadline:
+                raise StartFailed(f"{step.name} took longer than {step.timeout_s:.0f} s")
+        done.result()
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -134,7 +161,21 @@ class Supervisor:
 
     def _end(self, server: Server) -> None:
         """Give it its grace; a second signal from the user ends the patience with everybody."""
-        deadline = time.monotonic() + server.stop_grace_s
-        while server.process.alive and time.monotonic() < deadline and not self._hurry.wait(0.02):
-            pass
+        started, told = time.monotonic(), False
+        while server.process.alive and not self._hurry.wait(0.02):
+            waited_s = time.monotonic() - started
+            if waited_s > server.stop_grace_s:
+                break
+            if waited_s > _QUIET_STOP_S and not told:
+                told = True
+                self._report.waiting(server.name, server.stop_means)
         server.kill()
+
+
+def _run(act: Callable[[], None], done: Future[None]) -> None:
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
+        done.set_exception(error)
+    else:
+        done.set_result(None)

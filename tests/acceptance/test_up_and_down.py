@@ -70,7 +70,7 @@ def _gone(home: Home) -> list[psutil.Process]:
 def test_it_starts_answers_and_comes_back_with_its_data(home: Home) -> None:
     up = home.lingbot("up", "--detach")
     assert up.returncode == 0, up.stderr
-    for word in ("API", "Flower", "RabbitMQ", "lb_dev_", "lingbot submit"):
+    for word in ("API", "Flower", "RabbitMQ", "Valkey", "lb_dev_", "lingbot submit"):
         assert word in up.stdout
     answer = home.lingbot("submit", "hello", "--max-tokens", "24", "--seed", "1")
     assert answer.returncode == 0, answer.stderr

@@ -37,6 +37,10 @@ def test_the_platform_of_a_folder_above_is_found(state: Path) -> None:
     assert target.find() == target.Target("http://127.0.0.1:8123", "lb_dev_x")
 
 
+def test_scripts_learn_the_address(state: Path) -> None:
+    assert CliRunner().invoke(app, ["url"]).stdout == "http://127.0.0.1:8123\n"
+
+
 def test_options_win_over_the_environment_and_that_over_the_folder(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from compose.servers import Process, Service
 from compose.servers.errors import StartFailed
-from compose.supervisor.supervisor import Supervisor, Tier
+from compose.supervisor.supervisor import Step, Supervisor, Tier
 
 
 class Recorder:
@@ -32,6 +32,12 @@ class Recorder:
 
     def ready(self, name: str, seconds: float) -> None:
         self.told.append(("ready", name))
+
+    def doing(self, step: str) -> None:
+        self.told.append(("doing", step))
+
+    def waiting(self, name: str, stop_means: str) -> None:
+        self.told.append(("waiting", name))
 
     def died(self, name: str, code: int | None, pause_s: float) -> None:
         self.told.append(("died", name))
@@ -70,13 +76,13 @@ _NEVER_READY = "import time; time.sleep(60)"
 def test_a_tier_starts_once_the_one_before_it_is_ready(tmp_path: Path) -> None:
     recorder = Recorder()
     first, second = _service(tmp_path, "first", _RUNS), _service(tmp_path, "second", _RUNS)
-    tiers = [Tier([first], then=lambda: recorder.told.append(("then", ""))), Tier([second])]
+    tiers = [Tier([first], then=Step("then", lambda: None)), Tier([second])]
     supervisor = Supervisor(tiers, recorder)
     supervisor.run(supervisor.request_stop)
     assert recorder.told == [
         ("starting", "first"),
         ("ready", "first"),
-        ("then", ""),
+        ("doing", "then"),
         ("starting", "second"),
         ("ready", "second"),
         ("stopping", ""),
@@ -111,6 +117,47 @@ def test_a_signal_during_the_start_ends_it_cleanly(tmp_path: Path) -> None:
     killer.start()
     Supervisor([Tier([slow])], Recorder()).run(lambda: pytest.fail("it never came up"))
     assert not slow.process.alive
+
+
+_STUBBORN = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), sys.exit()));" + _RUNS
+
+
+def test_a_step_that_hangs_fails_at_its_deadline(tmp_path: Path) -> None:
+    service = _service(tmp_path, "first", _RUNS)
+    step = Step("preparing", lambda: time.sleep(30), timeout_s=0.3)
+    with pytest.raises(StartFailed, match="preparing took longer"):
+        Supervisor([Tier([service], then=step)], Recorder()).run(lambda: None)
+    assert not service.process.alive
+
+
+def test_a_signal_ends_a_step_that_hangs(tmp_path: Path) -> None:
+    service = _service(tmp_path, "first", _RUNS)
+
+    def hang() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    began = time.monotonic()
+    Supervisor([Tier([service], then=Step("preparing", hang))], Recorder()).run(lambda: pytest.fail("it came up"))
+    assert time.monotonic() - began < 10
+    assert not service.process.alive
+
+
+def test_an_error_of_a_step_is_the_starts(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise StartFailed("no queue")
+
+    with pytest.raises(StartFailed, match="no queue"):
+        Supervisor([Tier([], then=Step("preparing", fail))], Recorder()).run(lambda: None)
+
+
+def test_who_takes_long_to_stop_is_named(tmp_path: Path) -> None:
+    recorder = Recorder()
+    supervisor = Supervisor(
+        [Tier([_service(tmp_path, "slow", _STUBBORN), _service(tmp_path, "fast", _RUNS)])], recorder
+    )
+    supervisor.run(supervisor.request_stop)
+    assert recorder.told[-2:] == [("stopping", ""), ("waiting", "slow")]
 
 
 def test_a_part_that_dies_is_started_again(tmp_path: Path) -> None:
