@@ -136,7 +136,7 @@ class Store:
         commands = [call.command for call, _ in batch]
         try:
             replies = await pipeline.exchange(self._client, commands, timeout_s=self._settings.store_timeout_s / 2)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever for a reply
+        except Exception as error:  # whatever it is, nobody may wait for ever for a reply
             if not isinstance(error, connect.ERRORS):
                 log.exception("the store's pipeline failed")
             batch += self._waiting  # they have waited their half of the deadline

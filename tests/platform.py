@@ -8,12 +8,13 @@ from pathlib import Path
 
 from brokers import names, topology
 from brokers.job import Lane
+from brokers.models import Registry
 from brokers.settings import Settings
 from compose import commands, keys, probes
 from compose.servers import Process
 
 SCRIPTED_MODEL = "scripted"
-APART_MODEL = "apart"
+APART_MODEL = "separate"
 """Scripted too, and served by no worker but those that a test starts itself: the platform outlives its test module."""
 _READY_S = 45.0
 
@@ -39,7 +40,7 @@ class Platform:
 
     def start(self) -> None:
         """Declare the queues, start everything, wait until all of it is ready, and make an API key."""
-        topology.declare(self.settings, [self.model])
+        topology.declare(self.settings, [model.card.name for model in Registry(self.settings.models_dir).all()])
         for process in self.processes.values():
             process.spawn()
         for name in self.processes:

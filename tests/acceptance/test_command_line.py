@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.platform import Platform
+from tests.platform import APART_MODEL, Platform
 
 _TIMEOUT_S = 60
 
@@ -163,9 +163,11 @@ def test_models_lists_what_is_served(lingbot: Shell, platform: Platform) -> None
     assert platform.model in lingbot("models", "list").stdout
 
 
-def test_doctor_finds_nothing_wrong(lingbot: Shell) -> None:
+def test_doctor_finds_nothing_but_the_model_without_a_worker(lingbot: Shell) -> None:
     looked = lingbot("doctor", "--json")
     findings = {each["part"]: each for each in json.loads(looked.stdout)}
     assert {"settings", "RabbitMQ", "queues", "Redis", "API", "workers", "reconciler"} <= set(findings)
-    assert not [each for each in findings.values() if not each["ok"]]
-    assert looked.returncode == 0
+    (finding,) = [each for each in findings.values() if not each["ok"]]
+    assert finding["detail"] == f"no worker takes jobs for {APART_MODEL}"
+    assert finding["mend"] == f"lingbot worker --models {APART_MODEL}"
+    assert looked.returncode == 1

@@ -162,11 +162,13 @@ async def _publish_all_twice(
     await publisher.open()
     try:
         made = [_make(settings, tenant, work) for work in works]
-        await asyncio.gather(*(store.create(job, sealed) for job, sealed in made))
+        for some in _batches(made):
+            await asyncio.gather(*(store.create(job, sealed) for job, sealed in some))
         half = len(made) // 2
         early = made[:half] * 2
         chance.shuffle(early)
-        await asyncio.gather(*(_publish(store, publisher, *one) for one in early))
+        for some in _batches(early):
+            await asyncio.gather(*(_publish(store, publisher, *one) for one in some))
         at_work = 0
         for start in range(half, len(made), _CLIENTS):
             at_work += await _again_while_they_run(store, publisher, made[start : start + _CLIENTS])
@@ -174,6 +176,11 @@ async def _publish_all_twice(
     finally:
         await publisher.close()
         await store.close()
+
+
+def _batches(made: Sequence[tuple[Job, bytes]], size: int = 100) -> Iterator[Sequence[tuple[Job, bytes]]]:
+    """So many at once as are answered well within a call's deadline."""
+    return (made[start : start + size] for start in range(0, len(made), size))
 
 
 async def _again_while_they_run(store: Store, publisher: Publisher, made: Sequence[tuple[Job, bytes]]) -> int:
