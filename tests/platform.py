@@ -22,14 +22,16 @@ _READY_S = 45.0
 class Platform:
     """Each process can be killed with -9, stopped, and started again by its name: "api", "worker", "reconciler"."""
 
-    def __init__(self, state: Path, settings: Settings, model: str = SCRIPTED_MODEL) -> None:
+    def __init__(
+        self, state: Path, settings: Settings, model: str = SCRIPTED_MODEL, worker_name: str = "worker"
+    ) -> None:
         self.settings = settings
         self.model = model
         self.base_url = f"http://{settings.host}:{settings.port}"
         self._state = state
         self.processes = {
             "api": self._process("api", commands.api()),
-            "worker": self._process("worker", commands.worker(settings, [model])),
+            "worker": self._process("worker", commands.worker(settings, [model], name=worker_name)),
             "reconciler": self._process("reconciler", commands.reconciler()),
         }
         self._ready: dict[str, Callable[[], bool]] = {

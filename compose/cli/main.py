@@ -5,6 +5,7 @@ Imports are late on purpose: each command loads what it needs, and none but `mod
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -201,7 +202,7 @@ def worker(
     context: typer.Context,
     models: Annotated[str, typer.Option(help="Which models, with commas between; all when not given.")] = "",
     lanes: Annotated[str, typer.Option(help="Which lanes, with commas between; all when not given.")] = "",
-    name: Annotated[str, typer.Option(help="Its name, unique on this machine.")] = "worker",
+    name: Annotated[str | None, typer.Option(help="Its name, unique on this machine; made up if not given.")] = None,
     region: Annotated[str | None, typer.Option(help="Whose queues.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences in one batch.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...")] = None,
@@ -209,6 +210,8 @@ def worker(
     """Run a Celery worker on the right queues. What is not known here goes to `celery worker`."""
     from compose.cli.worker import Choice, become_worker
 
+    # Two of one name would fight for one control queue; the process keeps its id when it becomes the worker.
+    name = name or f"worker-{os.getpid()}"
     become_worker(Choice(_words(models), _words(lanes), name, region, slots, device), extra=context.args)
 
 

@@ -63,11 +63,11 @@ def _frozen(server: Server) -> Iterator[None]:
 
 
 def test_a_job_is_accepted_with_everything_needed_to_follow_it(platform: Platform, http: httpx.Client) -> None:
-    response = http.post("/v1/jobs", json={"model": platform.model, "prompt": "hello", "max_tokens": 8})
+    response = http.post("/v1/jobs", json={"model": platform.model, "prompt": "hi !slow@50", "max_tokens": 8})
     job = response.json()
     assert response.status_code == 202
     assert response.headers["Location"] == job["urls"]["self"] == f"/v1/jobs/{job['id']}"
-    assert job["status"] == "queued"
+    assert job["status"] in {"queued", "running"}  # a worker may have it before its confirm is heard of
     assert (job["object"], job["model"], job["lane"]) == ("job", platform.model, "standard")
     assert job["stream"]["key"].endswith(f":out:acceptance:{job['id']}")
     assert job["id"].startswith(platform.settings.region)

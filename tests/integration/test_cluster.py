@@ -229,7 +229,7 @@ def clustered_platform(state: Path, clustered: Settings, ports: PortBook) -> Ite
     }
     (folder / "lingbot.toml").write_text(config.to_toml(wanted))
     settings = clustered.model_copy(update={"port": wanted["port"], "models_dir": folder / "models"})
-    platform = Platform(folder, settings, MODEL)
+    platform = Platform(folder, settings, MODEL, worker_name="clustered")
     try:
         platform.start()
         yield platform
