@@ -286,7 +286,7 @@ class ChunkWriter:
         """Take a reply in. True when the job is asked to stop."""
         stream = write.stream
         if write.looks:
-            self._looked(stream, gone=isinstance(written, calls.Gone))
+            self._looked(write, written)
             return False
         match written:
             case calls.Accepted(cancel):
@@ -295,9 +295,7 @@ class ChunkWriter:
                 stream.begun_is_out = stream.begun_is_out or write.begins
                 if write.ends:
                     self._forget(stream)
-                    if stream.remake:
-                        at = time.monotonic() + _LOOK_S
-                        self._looks[stream.job.id] = _Look(at, stream, calls.look(stream.job, stream.keys))
+                    self._look_later(stream)
                 return cancel and stream.outcome is None
             case calls.Rewind(pos):
                 # Ours, written by a try whose reply was lost; or the store forgot its last second.
@@ -307,9 +305,17 @@ class ChunkWriter:
                 self._forget(stream)
         return False
 
-    def _looked(self, stream: OwnedStream, *, gone: bool) -> None:
+    def _look_later(self, stream: OwnedStream) -> None:
+        if stream.remake:
+            at = time.monotonic() + _LOOK_S
+            self._looks[stream.job.id] = _Look(at, stream, calls.look(stream.job, stream.keys))
+
+    def _looked(self, write: _Write, written: calls.Written) -> None:
+        stream = write.stream
         del self._looks[stream.job.id]
-        if gone and stream.remake:
+        if write.call is stream.remake:  # which the store may lose once more
+            self._look_later(stream)
+        elif isinstance(written, calls.Gone) and stream.remake:
             log.warning("job %s: the store lost it after its end; made again", stream.job.id)
             self._looks[stream.job.id] = _Look(0.0, stream, stream.remake)
 

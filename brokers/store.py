@@ -128,6 +128,7 @@ class Store:
 
     async def _send_all(self) -> None:
         while self._waiting:
+            await asyncio.sleep(0)  # one turn of the loop: what is ready to call now shares this round trip
             batch, self._waiting = self._waiting, []
             await self._send(batch)
 

@@ -13,10 +13,11 @@ log = logging.getLogger(__name__)
 
 
 class Later(threading.Thread):
-    """A timer for many short delays; what it runs must not block."""
+    """A timer for short delays; what it runs must not block. At most `most` wait: the first runs early for one more."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__(name="later", daemon=True)
+        self._most = most
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()  # equal times run in order, and functions need not compare
         self._changed = threading.Condition()
@@ -24,7 +25,10 @@ class Later(threading.Thread):
     def call(self, seconds: float, action: Callable[[], None]) -> None:
         with self._changed:
             heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), action))
+            early = heapq.heappop(self._due)[2] if len(self._due) > self._most else None
             self._changed.notify()
+        if early:
+            _run(early)
 
     def flush(self) -> None:
         """Run everything now, in order."""

@@ -32,7 +32,8 @@ class Runtime:
         self.name = name
         self.sealer = Sealer(settings)
         self.draining = threading.Event()
-        self.later = Later()
+        # A message that waits for its acknowledgement holds a place of the prefetch: a quarter may, no more.
+        self.later = Later(most=max(1, settings.slots // 4))
         registry = Registry(settings.models_dir)
         self.engines = {model: ModelEngine(model, registry.get(model).folder, settings, on_service) for model in models}
         self.cards = {model: registry.get(model).card for model in models}
