@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
-from brokers.models import Registry
+from brokers.models import Model, Registry
 from brokers.publisher import Publisher
 from brokers.seal import Sealer
 from brokers.settings import Settings
@@ -20,7 +20,7 @@ from compose.servers import RabbitMQ
 from tests.faults.conftest import Tell
 from tests.faults.load import Journal, Work
 from tests.faults.report import percentile
-from tests.faults.rig import Rig, Servers, until
+from tests.faults.rig import REGION, Rig, Servers, until
 from tests.faults.sizes import sizes
 
 _SLOTS = 8
@@ -133,7 +133,7 @@ def _listens(port: int) -> bool:
 
 
 def _raise_alarm(rabbitmq: RabbitMQ, alarm: str) -> None:
-    limit = {"memory": ("set_vm_memory_high_watermark", "0.0000001"), "disk": ("set_disk_free_limit", "1000TB")}
+    limit = {"memory": ("set_vm_memory_high_watermark", "0.0000001"), "disk": ("set_disk_free_limit", "1000000GB")}
     rabbitmq.ctl(*limit[alarm])
 
 
@@ -157,11 +157,12 @@ async def _publish_all_twice(
     settings: Settings, tenant: str, works: Sequence[Work], chance: random.Random
 ) -> tuple[list[Job], int]:
     """The jobs, and how many of them ran when their second message came."""
+    model, sealer = Registry(settings.models_dir).get(works[0].model), Sealer(settings)
+    made = [_make(tenant, work, model, sealer) for work in works]
     store, publisher = Store(settings), Publisher(settings)
     await store.open()
     await publisher.open()
     try:
-        made = [_make(settings, tenant, work) for work in works]
         for some in _batches(made):
             await asyncio.gather(*(store.create(job, sealed) for job, sealed in some))
         half = len(made) // 2
@@ -204,21 +205,21 @@ async def _begun(store: Store, job: Job) -> State:
             await asyncio.sleep(0.005)
 
 
-def _make(settings: Settings, tenant: str, work: Work) -> tuple[Job, bytes]:
-    prompt = Registry(settings.models_dir).get(work.model).encode(work.prompt)
+def _make(tenant: str, work: Work, model: Model, sealer: Sealer) -> tuple[Job, bytes]:
+    prompt = model.encode(work.prompt)
     now_ms = int(time.time() * 1000)
     job = Job(
-        id=new_job_id(settings.region),
+        id=new_job_id(REGION),
         tenant=tenant,
         kind=Kind.TEXT,
         model=work.model,
         lane=Lane.STANDARD,
-        home=settings.region,
-        place=settings.region,
+        home=REGION,
+        place=REGION,
         state=State.ACCEPTED,
         created_ms=now_ms,
         deadline_ms=now_ms + 600_000,
         prompt_tokens=len(prompt),
     )
     sampling = Sampling(max_tokens=work.max_tokens, seed=work.seed, ignore_eos=True)
-    return job, Sealer(settings).seal(job, TextSpec(prompt_ids=prompt, sampling=sampling))
+    return job, sealer.seal(job, TextSpec(prompt_ids=prompt, sampling=sampling))

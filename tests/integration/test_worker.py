@@ -201,7 +201,8 @@ async def test_a_job_that_no_message_tells_of_is_published_by_the_reconciler(cli
     assert end_of(await client.read(job))["status"] == "succeeded"
     record = await store.get(job.id)
     assert record
-    assert (record.gen, record.state) == (2, State.SUCCEEDED)
+    assert record.gen > 1  # 3 when the platform's own reconciler was there at the same moment
+    assert record.state is State.SUCCEEDED
 
 
 async def test_a_killed_worker_is_continued_by_another_without_a_seam(
