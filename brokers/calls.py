@@ -27,11 +27,13 @@ class Call(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """The claimer owns the job now; `pos` content tokens are in the stream."""
+    """The claimer owns the job now; `pos` content tokens are in the stream. One more death over a `suspect` job, and it
+    is given up."""
 
     pos: int
     attempt: int
     sealed: bytes
+    suspect: bool = False
 
 
 class Busy(NamedTuple):
@@ -326,7 +328,7 @@ def written(reply: Any) -> Written:
 def _claim(reply: list[Any]) -> Claim:
     match reply[0]:
         case b"OK":
-            return Claimed(*reply[1:])
+            return Claimed(*reply[1:4], bool(reply[4]))
         case b"BUSY":
             return Busy(reply[1], reply[2].decode())
         case b"ENDED":

@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.25
 
 
+class _Shorter(Exception):
+    """The store has forgotten once more what was just read from it."""
+
+
 class _Place:
     """How far one reader is."""
 
@@ -27,6 +31,7 @@ class _Place:
         self.pos = pos
         self.digest = "" if pos == 0 else None  # of the text up to here; None where the reader did not read it itself
         self.doubted = False
+        self.again = False  # to be read anew from here
 
     def move_to(self, content: Content) -> None:
         self.pos, self.digest = content.pos, content.digest
@@ -75,8 +80,12 @@ class ChunkReader:
             while True:
                 batch = await self._next(multiplexer, tail, place)
                 if batch and _is(batch[-1], "restarted"):
+                    place = _Place(0)
+                    place.again = True
+                if place.again:
+                    place.again = False
                     multiplexer.discard(tail)
-                    place, tail = _Place(0), self._tail(job, 0)
+                    tail = self._tail(job, place.pos)
                     multiplexer.add(tail)
                 if batch:
                     yield batch
@@ -95,10 +104,14 @@ class ChunkReader:
             for entry_id, raw in found:
                 entry = entries.parse(entry_id, raw)
                 if place.doubted and _tells(entry, place.pos):
-                    if not await self._continues(tail.stream, place, entry):
+                    try:
+                        place.doubted = not await self._continues(tail.stream, place, entry)
+                    except _Shorter:
+                        place.again = True
+                        return batch
+                    if place.doubted:
                         log.warning("%s: its text differs from what was read before", tail.stream)
                         return [*batch, Control(pos=0, n=1, kind="restarted")]
-                    place.doubted = False
                 if fresh := _beyond(entry, place.pos):
                     batch.append(fresh)
                 if isinstance(fresh, Content):
@@ -108,7 +121,7 @@ class ChunkReader:
     # --- after the store lost something -----------------------------------------------------------------------
 
     async def _continues(self, stream: str, place: _Place, entry: Entry) -> bool:
-        """Whether the text before `entry` is the text that was read."""
+        """Whether the text before `entry` is the text that was read. Raises _Shorter."""
         if isinstance(entry, Control):  # the end
             return entry.pos == place.pos and place.digest in (None, entry.data.get("digest", ""))
         if place.digest in (None, ""):
@@ -121,7 +134,8 @@ class ChunkReader:
                 await asyncio.sleep(_RETRY_S)
 
     async def _digest_at(self, stream: str, pos: int) -> str | None:
-        """The digest of a stream's text up to a position; None when that text is not all there. Raises ERRORS."""
+        """The digest of a stream's text up to a position; None when some of that text is gone. Raises _Shorter when the
+        stream does not reach there, and ERRORS."""
         here = f"{pos}-0"
         (exact,) = await self._ask(("XRANGE", stream, here, here))
         if exact:
@@ -129,6 +143,8 @@ class ChunkReader:
         before, behind = await self._ask(
             ("XRANGE", stream, "-", here), ("XRANGE", stream, f"({here}", "+", "COUNT", 64)
         )
+        if not behind:
+            raise _Shorter
         digest, reached = entries.Digest(), 0
         for content in [*before, *behind]:
             if content.start == reached < pos:

@@ -11,7 +11,8 @@ Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
       lease    ms; the owner is taken for lost after it
       cancel   "1" once asked for; outlives every restart
       began    "1" once this owner's engine has worked on the job: only then can it be what killed the owner
-      crashes  owners that died over it; strikes, those of them since it last made progress, at pos struck
+      crashes  owners that died over it; strikes, those of them since it last made progress, at pos struck. One that has
+               one strike left is suspect: workers try such jobs one at a time
       settled  "1" once its usage is on its tenant's account
       was      the state in which an erased job ended
       start    ms before which it is not published; absent when that is at once
@@ -97,6 +98,11 @@ local function strike(record)
   return strikes >= STRIKES or crashes >= CRASHES
 end
 
+local function suspect(record)
+  local job = get(record, 'pos', 'struck', 'strikes')
+  return job[2] == job[1] and tonumber(job[3]) == STRIKES - 1
+end
+
 local function end_poisoned(keys, now)
   finish_unowned(keys, now, 'failed', 'poison',
     'The job was given up: workers died over it again and again.')
@@ -160,7 +166,7 @@ local function withdraw(keys, args)
 end
 
 -- KEYS record stream live webhooks; ARGV job gen worker token lease_ms.
--- OK pos attempt sealed | GONE | ENDED state | STALE | BUSY ms_left worker | POISON
+-- OK pos attempt sealed suspect | GONE | ENDED state | STALE | BUSY ms_left worker | POISON
 local function claim(keys, args)
   local record, stream, live = keys[1], keys[2], keys[3]
   local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'worker', 'pos', 'attempt', 'sealed', 'started', 'began',
@@ -191,7 +197,7 @@ local function claim(keys, args)
     'attempt', attempt, 'started', job[9] or int(now))
   redis.call('HDEL', record, 'began')
   redis.call('ZADD', live, int(now + args[5]), args[1])
-  return { 'OK', tonumber(job[6]), attempt, job[8] }
+  return { 'OK', tonumber(job[6]), attempt, job[8], suspect(record) and 1 or 0 }
 end
 
 -- KEYS record; ARGV token. The owner's engine works on the job from here on.

@@ -107,11 +107,10 @@ class ModelEngine:
         with self._lock:
             return self._runs.get(job_id)
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: Run, *, suspect: bool = False) -> None:
         with self._lock:
             self._runs[run.seq] = run
-            if self._isolation.admit(run.seq):
-                self._send([run.seq])
+            self._send(self._isolation.admit(run.seq, suspect=suspect))
 
     def take_out(self, run: Run, intent: Intent) -> None:
         """End a run early; its slot is free before the next step."""

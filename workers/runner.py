@@ -138,7 +138,7 @@ class Runner:
             stream.settled.wait()
             return self._report(stream)
         run = Run(stream, writer, request)
-        engine.submit(run)
+        engine.submit(run, suspect=claimed.suspect)
         return self._wait(engine, run)
 
     def _prepare(

@@ -154,6 +154,11 @@ class Load:
         self._thread.start()
         return self
 
+    @property
+    def idle(self) -> bool:
+        """Whether every client has gone home."""
+        return not self._thread.is_alive()
+
     def finish(self, timeout_s: float = 60.0) -> Journal:
         """Wait until every client has gone home."""
         self._thread.join(timeout_s)

@@ -185,10 +185,15 @@ def _batches(made: Sequence[tuple[Job, bytes]], size: int = 100) -> Iterator[Seq
 
 
 async def _again_while_they_run(store: Store, publisher: Publisher, made: Sequence[tuple[Job, bytes]]) -> int:
-    await asyncio.gather(*(_publish(store, publisher, *one) for one in made))
-    states = [await _begun(store, job) for job, _ in made]
-    await asyncio.gather(*(_publish(store, publisher, *one) for one in made))
+    states = await asyncio.gather(*(_again_once_it_runs(store, publisher, *one) for one in made))
     return states.count(State.RUNNING)
+
+
+async def _again_once_it_runs(store: Store, publisher: Publisher, job: Job, sealed: bytes) -> State:
+    await _publish(store, publisher, job, sealed)
+    state = await _begun(store, job)
+    await _publish(store, publisher, job, sealed)
+    return state
 
 
 async def _publish(store: Store, publisher: Publisher, job: Job, sealed: bytes) -> None:

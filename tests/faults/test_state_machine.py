@@ -145,7 +145,8 @@ class JobMachine(RuleBasedStateMachine):
             case calls.Claimed():
                 assert self._may_claim(gen) == "claimed"
                 self.attempt += 1
-                assert answer == calls.Claimed(self.pos, self.attempt, b"sealed")
+                suspect = self.strikes == _STRIKES - 1 and self.struck_at == self.pos
+                assert answer == calls.Claimed(self.pos, self.attempt, b"sealed", suspect)
                 self.state, self.owner, self.lease, self.began = "running", token, True, False
             case calls.Ended(state):
                 wanted = self._may_claim(gen)

@@ -106,6 +106,32 @@ def test_poison_in_a_full_batch_ends_alone(rig: Rig, tell: Tell, order: str, whe
     )
 
 
+@pytest.mark.faults
+def test_poison_that_takes_the_whole_worker_along_ends_alone(rig: Rig, tell: Tell) -> None:
+    chance = random.Random("oom")
+    works = [rig.work(chance, tokens=(200, 300)) for _ in range(_BATCH - 1)]
+    works.insert(_BATCH // 2, rig.work(chance, tokens=(200, 300), orders="!slow@5 !oom@0"))
+    deaths = 0
+    with rig.checked() as (api_key, checker), rig.alone("w1"):
+        with rig.load_of(api_key, works) as load:
+            while not load.idle:
+                if not rig.processes["w1"].alive:
+                    deaths += 1
+                    rig.spawn("w1")
+                time.sleep(0.05)
+            journal = load.finish(timeout_s=100)
+        poison = next(reading for reading in journal.readings if "!oom" in reading.work.prompt)
+        verdict = checker.check([reading for reading in journal.readings if reading is not poison])
+        checker.check([poison], state=State.FAILED)
+    assert poison.error_codes == ["poison"]
+    assert deaths == 3
+    tell(
+        f"a poison job in a batch of {_BATCH} that kills the whole worker before its first token",
+        f"the other {verdict.jobs} succeeded, in {verdict.attempts} attempts at most; the poison failed after {deaths} "
+        "workers, its client was told",
+    )
+
+
 @sizes(short=1, long=5)
 def test_rolling_restart_of_everything(rig: Rig, tell: Tell, times: int) -> None:
     with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS) as load:

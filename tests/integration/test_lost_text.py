@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -139,6 +139,41 @@ async def test_a_new_reader_may_be_ahead_of_a_stream_that_lost_text(
     writing.push(writing.own(job), text, DONE)
     found = await reading
     assert "restarted " * len(restarts(found)) + text_of(found) == told
+
+
+class _LosesOnceMore(ChunkReader):
+    """Its store forgets what is just compared, once."""
+
+    def __init__(self, settings: Settings, lose: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._lose: Callable[[], None] | None = lose
+
+    async def _digest_at(self, stream: str, pos: int) -> str | None:
+        if lose := self._lose:
+            self._lose = None
+            lose()
+        return await super()._digest_at(stream, pos)
+
+
+async def test_text_that_is_lost_again_while_it_is_compared_is_waited_for(
+    store: Store, writing: Writing, settings: Settings
+) -> None:
+    job = await queued(store, settings)
+    keys = calls.keys(job, settings.partitions)
+    delete = calls.Call(("DEL", keys.record, keys.stream), bool)
+    reader = _LosesOnceMore(settings, lambda: connect.send(writing.writer.client, delete))
+    reading = Reading(reader, job)
+    writing.push(writing.own(job), "abcdefghij")
+    await reading.until(10)
+    await lose(store, writing, settings, job)
+    writing.push(writing.own(job, "two"), "abcdefghijkl")
+    await asyncio.sleep(1)
+    await store.create(job, b"")
+    writing.push(writing.own(job, "three"), "abcdefghijklmn", DONE)
+    found = await reading.end()
+    await reader.close()
+    assert restarts(found) == []
+    assert text_of(found) == "abcdefghijklmn"
 
 
 async def test_a_lost_stream_that_nobody_makes_again_is_gone_at_last(store: Store, settings: Settings) -> None:

@@ -8,12 +8,14 @@ With options["directives"] a prompt can order faults (positions count output tok
 
     !eos@N  ends by itself at N        !raise@N  fails alone at N       !slow@MS  sleeps in each of its steps
     !crash@N  the process dies at N    !hang@N   the step never returns
+    !oom@N  the worker dies with it, as when a container runs out of memory
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +30,7 @@ from workers.engine.loop import Drawn, Fault
 from workers.engine.scheduler import Plan, Sequence
 
 CRASH_CODE = 70
-_ORDER = re.compile(r"!(crash|raise|hang|slow|eos)@(\d+)")
+_ORDER = re.compile(r"!(crash|raise|hang|slow|eos|oom)@(\d+)")
 _WIDTH = 8
 _PHRASES = tuple(  # of _WIDTH bytes each
     phrase.encode()
@@ -101,6 +103,9 @@ class ScriptedModel:
     def _draw(self, sequence: Sequence) -> int | Fault:
         position, script = len(sequence.output), self._script(sequence)
         if script.orders.get("crash") == position:
+            os._exit(CRASH_CODE)
+        if script.orders.get("oom") == position:
+            os.kill(os.getppid(), signal.SIGKILL)
             os._exit(CRASH_CODE)
         if script.orders.get("hang") == position:
             time.sleep(3600)

@@ -25,9 +25,8 @@ class Simulated:
         self.done: set[str] = set()
         self.crashes = 0
 
-    def submit(self, seq: str) -> None:
-        if self.policy.admit(seq):
-            self.submitted.append(seq)
+    def submit(self, seq: str, *, suspect: bool = False) -> None:
+        self._run(self.policy.admit(seq, suspect=suspect))
 
     def step(self) -> None:
         batch = self.submitted[: self.slots]
@@ -70,15 +69,16 @@ class Simulated:
     poison=st.dictionaries(st.integers(0, 39), st.integers(0, 30), max_size=3),
     slots=st.integers(1, 32),
     stagger=st.integers(0, 3),
+    suspects=st.sets(st.integers(0, 39)),
 )
 def test_only_the_fatal_are_struck_and_everybody_else_finishes(
-    lengths: list[int], poison: dict[int, int], slots: int, stagger: int
+    lengths: list[int], poison: dict[int, int], slots: int, stagger: int, suspects: set[int]
 ) -> None:
     all_lengths = {str(number): length for number, length in enumerate(lengths)}
     fatal = {str(n): at for n, at in poison.items() if n < len(lengths) and at < lengths[n]}
     engine = Simulated(fatal, all_lengths, slots)
     for seq in all_lengths:
-        engine.submit(seq)
+        engine.submit(seq, suspect=int(seq) in suspects)
         for _ in range(stagger):
             engine.step()
     for _ in range(20_000):
@@ -98,3 +98,29 @@ def test_one_poison_among_32_is_alone_after_five_crashes() -> None:
     while "0" not in engine.done:
         engine.step()
     assert engine.crashes == 5 + STRIKES
+
+
+def test_suspects_of_dead_workers_are_tried_one_at_a_time_beside_the_others() -> None:
+    policy = Isolation()
+    assert policy.admit("new") == ["new"]
+    assert policy.admit("a", suspect=True) == ["a"]
+    assert [policy.admit(seq, suspect=True) for seq in "bcd"] == [[], [], []]
+    assert policy.admit("newer") == ["newer"], "others do not wait for them"
+    assert policy.cleared("new") == []
+    assert [policy.runs(seq) for seq in "abc"] == [True, False, False]
+    assert policy.cleared("c") == [], "cancelled while it waits"
+    assert policy.cleared("a") == ["b"]
+    assert policy.cleared("b") == ["d"]
+    assert policy.cleared("d") == []
+
+
+def test_suspects_of_dead_workers_wait_while_a_crash_is_looked_into() -> None:
+    policy = Isolation()
+    for seq in ("x", "y"):
+        policy.admit(seq)
+    assert policy.admit("a", suspect=True) == ["a"]
+    assert policy.admit("b", suspect=True) == []
+    assert policy.crashed(["x", "y", "a"], []).run == ["x", "y"]
+    assert policy.cleared("x") == []
+    assert policy.cleared("y") == ["a"]
+    assert policy.cleared("a") == ["b"]
