@@ -328,7 +328,8 @@ def written(reply: Any) -> Written:
 def _claim(reply: list[Any]) -> Claim:
     match reply[0]:
         case b"OK":
-            return Claimed(*reply[1:4], bool(reply[4]))
+            _, pos, attempt, sealed, suspect = reply
+            return Claimed(pos, attempt, sealed, bool(suspect))
         case b"BUSY":
             return Busy(reply[1], reply[2].decode())
         case b"ENDED":
