@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from brokers.errors import ConfigurationError
@@ -92,6 +92,7 @@ class Settings(BaseSettings):
     # Pauses between tries, each shortened by up to a tenth; then the webhook is given up, within 24 hours.
     webhook_retries_s: tuple[Annotated[float, Field(ge=0)], ...] = (5, 30, 120, 600, 3600, 10_800, 21_600, 43_200)
     webhook_in_flight: Annotated[int, Field(ge=1)] = 64  # tries at once
+    webhook_in_flight_each: Annotated[int, Field(ge=1)] = 16  # of one tenant, whose receivers may be slow
     webhook_allow_loopback: bool = False  # for development: http, and addresses of this machine
 
     log_level: str = "INFO"
@@ -102,6 +103,12 @@ class Settings(BaseSettings):
         if not WORD.match(value):
             raise ValueError("must be one word of a-z and 0-9, at most 32 characters")
         return value
+
+    @model_validator(mode="after")
+    def _webhooks_end_before_their_records(self) -> Self:
+        if sum(self.webhook_retries_s) > self.retention_s:
+            raise ValueError("webhook_retries_s together must not be longer than retention_s")
+        return self
 
     @classmethod
     def settings_customise_sources(

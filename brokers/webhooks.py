@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -31,6 +33,7 @@ _GONE = 410  # "no more of these", says Standard Webhooks
 _LEASE_SPARE_MS = 5000
 _JITTER = 0.1
 _BUSY_S = 0.05
+_PUT_OFF_S = 1.0
 
 _random = random.SystemRandom()
 _encoder = msgspec.json.Encoder()
@@ -67,6 +70,7 @@ class Webhooks:
             timeout_s=settings.webhook_timeout_s, allow_loopback=settings.webhook_allow_loopback
         )
         self._trying: set[asyncio.Task[None]] = set()
+        self._in_flight: Counter[str] = Counter()  # by tenant
         self._lease_ms = int(settings.webhook_timeout_s * 1000) + _LEASE_SPARE_MS
 
     async def run(self, leads: Callable[[], bool]) -> None:
@@ -108,20 +112,38 @@ class Webhooks:
             await self._try(job_id)
         except StoreUnavailable as error:
             log.warning("webhook of job %s: %s", job_id, error.message)  # due again when the lease is over
+        except Exception:
+            log.exception("webhook of job %s", job_id)  # likewise
 
     async def _try(self, job_id: str) -> None:
         job = await self._store.get(job_id)
         if job is None or job.webhook is None:
             await self._forget(job_id)
             return
+        if self._in_flight[job.tenant] >= self._settings.webhook_in_flight_each:
+            await self._put_off(job)
+            return
+        self._in_flight[job.tenant] += 1
+        try:
+            await self._tell_now(job, job.webhook)
+        finally:
+            self._in_flight[job.tenant] -= 1
+
+    async def _put_off(self, job: Job) -> None:
+        """Its tenant has its share of the tries in flight. Later than others', so that those are not behind it."""
+        key = calls.keys(job, self._settings.partitions).webhooks
+        due_ms = int((time.time() + _PUT_OFF_S * (1 + _random.random())) * 1000)
+        await self._store.call(calls.Call(("ZADD", key, "XX", due_ms, job.id), bool))
+
+    async def _tell_now(self, job: Job, webhook: bytes) -> None:
         keys = calls.keys(job, self._settings.partitions)
         tries, _ = await self._store.call(calls.webhook_tries(keys.record))
-        error, final = await self._send(job, job.webhook)
+        error, final = await self._send(job, webhook)
         retry_ms = None if final else self._pause_ms(tries)
-        await self._store.call(calls.told(job, keys, _dead_key(self._settings, job_id), error, retry_ms))
+        await self._store.call(calls.told(job, keys, _dead_key(self._settings, job.id), error, retry_ms))
         if error:
             then = "given up" if retry_ms is None else f"again in {retry_ms / 1000:.0f} s"
-            log.warning("webhook of job %s: %s; %s", job_id, error, then)
+            log.warning("webhook of job %s: %s; %s", job.id, error, then)
 
     async def _send(self, job: Job, sealed: bytes) -> tuple[str, bool]:
         """What went wrong, empty when nothing did; and whether another try would be in vain."""

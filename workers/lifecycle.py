@@ -18,10 +18,11 @@ from celery import bootsteps
 from celery.worker import state
 
 from brokers import names
+from brokers.errors import LingbotError
 from brokers.job import Lane
 from brokers.models import Registry
 from brokers.settings import Settings, load
-from workers import runtime
+from workers import node_name, runtime
 from workers.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,15 @@ class EngineStep(bootsteps.StartStopStep):
         self._drain: threading.Thread | None = None
 
     def start(self, worker: Any) -> None:
+        try:
+            self._start(worker)
+        except LingbotError as error:  # for an operator to mend: a trace would only hide it
+            log.critical("%s. %s", error.message, error.advice)
+            raise SystemExit(1) from None
+
+    def _start(self, worker: Any) -> None:
         settings = load()
+        node_name.require_free(worker.app, worker.hostname)
         consumed = set(worker.app.amqp.queues.consume_from)
         self._runtime = runtime.Runtime(settings, worker.hostname, served_models(settings, consumed), self._on_service)
         self._runtime.start()

@@ -32,12 +32,17 @@ class Receiver:
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
         self.answers: dict[str, list[int]] = {}
+        self.stuck = 0  # requests to /stuck that wait to be let go
+        self.let_go = threading.Event()
         self._came = threading.Condition()
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path == "/stuck" and not receiver.let_go.is_set():
+                    receiver.stuck += 1
+                    receiver.let_go.wait(30)
                 planned = receiver.answers.get(self.path, [])
                 self.send_response(planned.pop(0) if planned else 204)
                 self.end_headers()
@@ -175,6 +180,23 @@ def test_what_was_due_while_the_reconciler_was_away_is_told_when_it_is_back(
     finally:
         platform.restart("reconciler")
     receiver.wait("/later", 1)
+
+
+def test_a_tenant_whose_receiver_is_stuck_holds_up_no_other(
+    platform: Platform, http: httpx.Client, receiver: Receiver
+) -> None:
+    other = {"Authorization": f"Bearer {platform.new_key('patient', {'submit', 'read'})}"}
+    each = platform.settings.webhook_in_flight_each
+    for _ in range(platform.settings.webhook_in_flight):
+        _submit(http, platform, receiver.url("/stuck"), max_tokens=1)
+    try:
+        with httpx.Client(base_url=platform.base_url, headers=other, timeout=20) as patient:
+            _submit(patient, platform, receiver.url("/free"), max_tokens=1)
+        receiver.wait("/free", 1)
+        assert 0 < receiver.stuck <= each
+    finally:
+        receiver.let_go.set()
+    receiver.wait("/stuck", platform.settings.webhook_in_flight, timeout_s=40)
 
 
 def test_dead_webhooks_are_for_admins(platform: Platform) -> None:
