@@ -186,9 +186,14 @@ def nth_job_id(first: str, index: int) -> str:
     return home + str(ULID.from_int(int(ulid) + index)).lower()
 
 
+def id_time_ms(job_id: str) -> int:
+    """When the id was drawn, in unix milliseconds."""
+    return round(ULID.from_str(job_id[-_ULID_LENGTH:].upper()).timestamp * 1000)
+
+
 def id_age_s(job_id: str) -> float:
     """Seconds since the id was drawn."""
-    return time.time() - ULID.from_str(job_id[-_ULID_LENGTH:].upper()).timestamp
+    return time.time() - id_time_ms(job_id) / 1000
 
 
 def home_of(job_id: str) -> str | None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 from brokers import calls, connect, names, pipeline
 from brokers.errors import LingbotError, StoreUnavailable
-from brokers.job import Job, State, home_of
+from brokers.job import Job, State, home_of, id_time_ms
 from brokers.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_Place = tuple[float, str]
+"""Where a job stands in its tenant's index: by time in ms, then by id."""
 
 
 class Store:
@@ -86,15 +90,30 @@ class Store:
         return job
 
     async def list_jobs(self, tenant: str, limit: int, before: str | None = None) -> list[Job]:
-        """A tenant's jobs, newest first, older than the job `before`."""
+        """A tenant's jobs, newest first, older than the job `before`; fewer than `limit` when there are no more."""
+        kept: list[Job] = []
+        place = (await self._listed_at(tenant, before), before) if before else (math.inf, "")
+        more = True
+        while more and len(kept) < limit:
+            listed, more = await self._listed(tenant, limit + 1, place)
+            if not listed:
+                break
+            kept += await self._first_kept([job_id for _, job_id in listed], limit - len(kept))
+            place = listed[-1]
+        return kept
+
+    async def _listed(self, tenant: str, limit: int, before: _Place) -> tuple[list[_Place], bool]:
+        """At least `limit` places of a tenant's index, newest first, if it has so many; and whether it has more."""
         parts = [names.partition_at(index) for index in range(self._settings.partitions)]
-        bound = await self._created_before(tenant, before) if before else "+inf"
-        pages = await asyncio.gather(
+        bound = "+inf" if math.isinf(before[0]) else f"{before[0]:.0f}"
+        pages: list[list[_Place]] = await asyncio.gather(
             *(self.call(_newest(names.tenant_jobs(self.region, part, tenant), bound, limit + 1)) for part in parts)
         )
-        found = sorted(((score, job_id) for page in pages for job_id, score in page), reverse=True)
-        ids = [job_id for score, job_id in found if before is None or (score, job_id) < (float(bound), before)]
-        return await self._first_kept(ids, limit)
+        # A partition that gave all it was asked for may have more right behind the last one.
+        ends = [page[-1] for page in pages if len(page) > limit]
+        horizon = max(ends, default=(-math.inf, ""))
+        found = sorted((place for page in pages for place in page if horizon <= place < before), reverse=True)
+        return found, bool(ends)
 
     async def _first_kept(self, ids: list[str], limit: int) -> list[Job]:
         """The first `limit` of them that still have a record: an index outlives the records of what ended early."""
@@ -173,10 +192,11 @@ class Store:
         with client:
             connect.prepare(client, self._settings)
 
-    async def _created_before(self, tenant: str, job_id: str) -> str:
+    async def _listed_at(self, tenant: str, job_id: str) -> float:
+        """Where a job stands in its tenant's index; one that was erased, where its id says."""
         part = names.partition(job_id, self._settings.partitions)
         score: float | None = await self.call(_score(names.tenant_jobs(self.region, part, tenant), job_id))
-        return f"{score or 0:.0f}"
+        return id_time_ms(job_id) if score is None else score
 
 
 def _score(key: str, job_id: str) -> calls.Call:
@@ -185,4 +205,4 @@ def _score(key: str, job_id: str) -> calls.Call:
 
 def _newest(key: str, bound: str, limit: int) -> calls.Call:
     command = ("ZREVRANGEBYSCORE", key, bound, "-inf", "WITHSCORES", "LIMIT", 0, limit)
-    return calls.Call(command, lambda reply: [(member.decode(), float(score)) for member, score in reply])
+    return calls.Call(command, lambda reply: [(float(score), member.decode()) for member, score in reply])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from brokers import calls, connect, entries
+from brokers import calls, connect, entries, names
 from brokers.errors import StoreUnavailable
 from brokers.job import FinishReason, Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
 from brokers.seal import Sealer
@@ -237,6 +238,22 @@ async def test_jobs_are_listed_newest_first_and_by_tenant(store: Store, settings
     assert [job.id for job in await store.list_jobs(tenant, 10)] == newest_first
     assert [job.id for job in await store.list_jobs(tenant, 2)] == newest_first[:2]
     assert [job.id for job in await store.list_jobs(tenant, 10, before=newest_first[1])] == newest_first[2:]
+    await store.erase(next(job for job in jobs if job.id == newest_first[1]))
+    assert [job.id for job in await store.list_jobs(tenant, 10, before=newest_first[1])] == newest_first[2:]
+
+
+async def test_a_listing_goes_on_past_jobs_whose_records_are_gone(store: Store, settings: Settings) -> None:
+    """Also when they fill a page of their partition, each of which is asked for a page at a time."""
+    tenant = new_job_id("t")[-20:]
+    drawn = (make_job(settings, tenant=tenant) for _ in itertools.count())
+    here = (job for job in drawn if names.partition(job.id, settings.partitions) == names.partition_at(0))
+    old, *newer = itertools.islice(here, 9)
+    for job in (old, *newer):
+        await store.create(job, b"")
+        await asyncio.sleep(0.002)
+    for job in newer:
+        await store.call(calls.Call(("DEL", calls.keys(job, settings.partitions).record), bool))
+    assert [job.id for job in await store.list_jobs(tenant, 3)] == [old.id]
 
 
 async def test_what_is_durable_survives_a_killed_store(store: Store, settings: Settings, valkey: Valkey) -> None:
