@@ -176,7 +176,7 @@ class Load:
         return self.journal
 
     def flowing(self, within_s: float = 1.0) -> int:
-        """How many streams brought a token just now."""
+        """How many streams that have not ended brought a token just now."""
         since = time.monotonic() - within_s
         return sum(1 for reading in list(self.journal.readings) if _flows(reading, since))
 
@@ -292,6 +292,8 @@ class Load:
 
 
 def _flows(reading: Reading, since: float) -> bool:
+    if reading.ended:
+        return False
     return any(heard.at > since for heard in reversed(reading.heard[-3:]) if heard.event == "token")
 
 

@@ -30,6 +30,7 @@ from workers.engine.loop import Drawn, Fault
 from workers.engine.scheduler import Plan, Sequence
 
 CRASH_CODE = 70
+_OOM_S = 0.05  # memory takes a moment to fill up
 _ORDER = re.compile(r"!(crash|raise|hang|slow|eos|oom)@(\d+)")
 _WIDTH = 8
 _PHRASES = tuple(  # of _WIDTH bytes each
@@ -105,6 +106,7 @@ class ScriptedModel:
         if script.orders.get("crash") == position:
             os._exit(CRASH_CODE)
         if script.orders.get("oom") == position:
+            time.sleep(_OOM_S)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(CRASH_CODE)
         if script.orders.get("hang") == position:
