@@ -27,6 +27,11 @@ _NEVER = 1_000_000
 poison, which is counted by claims; 4.x would default to 20, and -1 dead-letters at once on 3.10."""
 
 
+_HELD_S = 8 * 3600
+"""x-consumer-timeout at least, where the broker knows it (3.12 and later); before, consumer_timeout in its configuration.
+A worker that holds a message longer would lose its channel, on 4.3 for good."""
+
+
 class QueueSpec(NamedTuple):
     """One queue and how it is bound."""
 
@@ -43,6 +48,7 @@ def lane_queue(settings: Settings, region: str, model: str, lane: Lane) -> Queue
         "x-max-length": settings.queue_max_length,
         "x-overflow": "reject-publish",
         "x-dead-letter-exchange": names.DEAD_EXCHANGE,
+        "x-consumer-timeout": 1000 * max(_HELD_S, settings.max_expires_s + 3600),
     }
     return QueueSpec(names.queue(region, model, lane), names.EXCHANGE, names.routing_key(model, lane), arguments)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from brokers import management
 from tests.platform import Platform
 
 
@@ -148,3 +149,17 @@ def test_the_logs_are_json_lines_without_a_trace_of_a_hand_back(platform: Platfo
     log = worker.log.read_text()
     assert "Traceback" not in "".join(line for line in log.splitlines() if not line.startswith("{"))
     assert "asecretword" not in log
+
+
+async def test_every_queue_is_durable_or_exclusive(platform: Platform) -> None:
+    """RabbitMQ 4.3 refuses the others. Control, its replies, and the events that Flower reads are there meanwhile."""
+    from workers.app import create_app
+
+    app = create_app(platform.settings)
+    with app.connection_for_read() as connection:
+        app.events.Receiver(connection).queue.bind(connection.default_channel).declare()
+        assert app.control.ping(timeout=5, limit=1)
+        found = await management.queues(platform.settings, platform.settings.region)
+    assert {queue["name"].split(".")[0] for queue in found} >= {"gen", "celeryev"}
+    assert any(queue["name"].endswith(".pidbox") for queue in found)
+    assert [queue["name"] for queue in found if not (queue["durable"] or queue["exclusive"])] == []

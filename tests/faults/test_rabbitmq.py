@@ -31,7 +31,7 @@ _NORMAL_WATERMARK = "0.4"
 
 @pytest.fixture(scope="module")
 def rig(shared: Servers) -> Iterator[Rig]:
-    with Rig(shared, "brokers", slots=_SLOTS) as rig:
+    with Rig(shared, "brokers", slots=_SLOTS, drain_s=60.0) as rig:
         yield rig
 
 
@@ -73,6 +73,29 @@ def test_a_message_delivered_again_to_its_worker_is_adopted(rig: Rig, tell: Tell
         f"{verdict.attempts} attempt each",
     )
     assert again > 0
+    assert (verdict.taken_over, verdict.attempts) == (0, 1)
+
+
+@pytest.mark.faults
+def test_a_worker_that_drains_keeps_its_connection(rig: Rig, tell: Tell) -> None:
+    """Celery's own warm shutdown sends no heartbeats, so the broker hangs up and delivers the running job again."""
+    chance = random.Random("drain")
+    works = [rig.work(chance, tokens=(5600, 5601))]  # 28 s: the broker waits for two heartbeats of 10 s
+    with rig.checked() as (api_key, checker), rig.alone("w1"):
+        with rig.load_of(api_key, works) as load:
+            load.wait_flowing(1, timeout_s=30)
+            asked = time.monotonic()
+            rig.processes["w1"].ask_to_stop()
+            journal = load.finish(timeout_s=60)
+            drained_s = time.monotonic() - asked
+        assert until(lambda: not rig.processes["w1"].alive)
+        rig.spawn("w1")
+        verdict = checker.check(journal.readings)
+    tell(
+        f"worker asked to stop, draining for {drained_s:.0f} s",
+        f"its job ended there: {verdict.attempts} attempt, {verdict.taken_over} takeovers",
+    )
+    assert drained_s > 25
     assert (verdict.taken_over, verdict.attempts) == (0, 1)
 
 

@@ -61,6 +61,14 @@ async def test_a_full_queue_says_so_and_its_neighbours_get_theirs(publisher: Pub
     await publisher.publish(roomy, b"")
 
 
+@pytest.mark.parametrize("max_expires_s", [60, 6 * 3600, 30 * 3600])
+def test_a_message_may_be_held_for_longer_than_the_longest_deadline(settings: Settings, max_expires_s: int) -> None:
+    queue = topology.lane_queue(
+        settings.model_copy(update={"max_expires_s": max_expires_s}), "local", "scripted", Lane.BATCH
+    )
+    assert queue.arguments["x-consumer-timeout"] > max_expires_s * 1000
+
+
 async def test_other_arguments_are_refused_with_both_values(settings: Settings) -> None:
     await asyncio.to_thread(topology.declare, settings, ["twice"])
     other = settings.model_copy(update={"queue_max_length": 7})
