@@ -28,7 +28,7 @@ poison, which is counted by claims; 4.x would default to 20, and -1 dead-letters
 
 
 _HELD_S = 8 * 3600
-"""x-consumer-timeout at least, where the broker knows it (3.12 and later); before, consumer_timeout in its configuration.
+"""x-consumer-timeout at least, where the broker knows it (from 3.12; before, consumer_timeout in its configuration).
 A worker that holds a message longer would lose its channel, on 4.3 for good."""
 
 

@@ -136,6 +136,21 @@ async def test_many_readers_share_one_connection(
     assert reader.tails == 0
 
 
+async def test_a_quiet_stream_is_read_for_as_long_as_it_takes_and_a_cancelled_read_spoils_no_other(
+    store: Store, reader: ChunkReader, writing: Writing, settings: Settings
+) -> None:
+    quiet, other = await queued(store, settings), await queued(store, settings)
+    reading = asyncio.create_task(collect(reader, quiet))
+    cancelled = [asyncio.create_task(collect(reader, job)) for job in (quiet, other) for _ in range(3)]
+    await asyncio.sleep(settings.store_timeout_s + 1.5)  # longer than a block, and than any other call may take
+    for task in cancelled:  # in the middle of a read
+        task.cancel()
+    after = asyncio.create_task(collect(reader, other))
+    writing.push(writing.own(quiet), "at last", DONE)
+    writing.push(writing.own(other), "another", DONE)
+    assert (text_of(await reading), text_of(await after)) == ("at last", "another")
+
+
 async def test_a_reader_that_does_not_read_holds_up_nobody_and_little(
     store: Store, reader: ChunkReader, writing: Writing, settings: Settings
 ) -> None:
