@@ -27,6 +27,7 @@ from workers.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
+_LEAVE_S = 2.0
 _HAND_BACK_S = 10.0  # at most, for engines to let go and the store to hear of it
 
 
@@ -102,6 +103,8 @@ class EngineStep(bootsteps.StartStopStep):
         _until_idle(running.settings.drain_s)
         running.hand_back_all()
         _until_idle(_HAND_BACK_S)
+        running.leaving.set()  # the store is away: their messages go back, and their leases run out
+        _until_idle(_LEAVE_S)
         running.later.flush()
         state.should_stop = 0
 

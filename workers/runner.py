@@ -26,6 +26,7 @@ from workers.runtime import Runtime
 log = logging.getLogger(__name__)
 
 _STORE_RETRY_S = 1.0
+_LOOK_S = 0.25  # how often a thread that waits for its job looks around
 _BUSY_S = 0.5  # how often a claimer looks whether the owner is still there
 _PRIORITY = {Lane.INTERACTIVE: 0, Lane.STANDARD: 1, Lane.BATCH: 2}
 
@@ -135,7 +136,8 @@ class Runner:
                 raise
         if engine is None or request is None:
             writer.push([(stream, (), (), Outcome(State.FAILED, FinishReason.ERROR, refusal))])
-            stream.settled.wait()
+            while not stream.settled.wait(_LOOK_S):
+                self._leave_if_asked(stream, writer)
             return self._report(stream)
         run = Run(stream, writer, request)
         engine.submit(run, suspect=claimed.suspect)
@@ -159,13 +161,20 @@ class Runner:
     def _wait(self, engine: ModelEngine, run: Run) -> str:
         """Until the run has ended in the store, or is no longer ours."""
         stream = run.stream
-        while not stream.settled.wait(0.25):
+        while not stream.settled.wait(_LOOK_S):
+            self._leave_if_asked(stream, run.writer)
             if run.out_of_engine.is_set() and run.intent is Intent.HAND_BACK and stream.outcome is None:
                 self._release(run)
         if stream.lost is not None:
             engine.take_out(run, Intent.DROP)
             run.out_of_engine.wait(timeout=5)
         return self._report(stream)
+
+    def _leave_if_asked(self, stream: OwnedStream, writer: ChunkWriter) -> None:
+        """What cannot be written before this worker ends, another one generates again when the lease has run out."""
+        if self._runtime.leaving.is_set():
+            writer.remove(stream)
+            raise HandedBackError
 
     def _release(self, run: Run) -> None:
         stream, writer = run.stream, run.writer

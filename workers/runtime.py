@@ -32,6 +32,7 @@ class Runtime:
         self.name = name
         self.sealer = Sealer(settings)
         self.draining = threading.Event()
+        self.leaving = threading.Event()  # the drain is over: nothing is waited for any more
         # A message that waits for its acknowledgement holds a place of the prefetch: a quarter may, no more.
         self.later = Later(most=max(1, settings.slots // 4))
         registry = Registry(settings.models_dir)

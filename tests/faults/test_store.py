@@ -12,16 +12,17 @@ import pytest
 from compose.servers import Valkey
 from tests.faults.conftest import Tell
 from tests.faults.report import percentile
-from tests.faults.rig import Rig, Servers
+from tests.faults.rig import Rig, Servers, until
 from tests.faults.sizes import sizes
 
 _CLIENTS = 10
 _LOST_S = 2.0
+_DRAIN_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def rig(shared: Servers) -> Iterator[Rig]:
-    with Rig(shared, "stores") as rig:
+    with Rig(shared, "stores", drain_s=_DRAIN_S) as rig:
         yield rig
 
 
@@ -46,6 +47,28 @@ def test_redis_killed_under_load(rig: Rig, tell: Tell, times: int) -> None:
     )
     assert journal.slowest_answer_s() <= 1.5
     assert max(recovered) <= 10.0
+
+
+@pytest.mark.faults
+def test_a_worker_that_is_stopped_while_redis_is_away_ends(rig: Rig, tell: Tell) -> None:
+    with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS) as load:
+        load.wait_flowing(_CLIENTS, timeout_s=30)
+        rig.servers.valkey.kill()
+        try:
+            asked = time.monotonic()
+            rig.processes["w1"].ask_to_stop()
+            ended = until(lambda: not rig.processes["w1"].alive, timeout_s=_DRAIN_S + 25)
+            took_s = time.monotonic() - asked
+        finally:
+            rig.servers.valkey.start()
+        rig.spawn("w1")
+        load.wait_flowing(_CLIENTS, timeout_s=30)
+        verdict = checker.check(load.stop().readings)
+    tell(
+        f"worker asked to stop while Redis is away, drain deadline {_DRAIN_S:.0f} s",
+        f"it ended after {took_s:.0f} s; {verdict.jobs} jobs, {verdict.taken_over} takeovers, 0 lost",
+    )
+    assert ended
 
 
 @sizes(short=1, long=10)
