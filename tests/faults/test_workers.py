@@ -31,7 +31,8 @@ def rig(shared: Servers) -> Iterator[Rig]:
 def test_workers_killed_in_mid_token(rig: Rig, tell: Tell, times: int) -> None:
     chance = random.Random(times)
     kills = []
-    with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS) as load:
+    # A job moves to the other worker, which is the next victim: a long one would rightly be given up at 20 deaths.
+    with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS, tokens=(100, 500)) as load:
         for n in range(times):
             # All of them: three deaths without a token in between would be taken for poison, and rightly.
             load.wait_flowing(_CLIENTS, timeout_s=60)
