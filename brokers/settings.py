@@ -72,7 +72,8 @@ class Settings(BaseSettings):
     kv_tokens: Annotated[int, Field(ge=256)] = 32_768  # KV budget of one engine, in tokens over all its sequences
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 counts the cores this process may use
     device: str = "cpu"
-    dtype: str = "float32"  # f32 is the CPU default: rounding then moves with batch shape in 0-1 of 16 prompts
+    dtype: str = "float32"  # the CPU default, since only then texts can be exact
+    exact: bool = True  # where the engine can: the same text alone, batched, resumed and taken over, to the bit
     lease_ms: Annotated[int, Field(ge=500)] = 3000  # an owner that is silent this long may be replaced
     renew_ms: Annotated[int, Field(ge=100)] = 1000
     flush_tokens: Annotated[int, Field(ge=1)] = 8  # a chunk is written at this many tokens ...

@@ -78,6 +78,7 @@ class ModelEngine:
             threads=settings.threads,
             device=settings.device,
             dtype=settings.dtype,
+            exact=settings.exact,
         )
         self._host = EngineHost(folder, options, self._on_outputs, self._on_exit, self._on_begin)
 

@@ -4,9 +4,9 @@
 
 A row's tokens start at 0 and are followed by room, so positions are indices, and sequences of any length share a
 forward under a mask. The model is given views, never copies: rows in use are dense (see scheduler.py), and the view
-ends at the longest of them. The rectangle grows in steps and is only then copied. What lies behind a row's end is
-masked, but must stay finite: a weight of zero times NaN is NaN. So new room is zeroed, and `scrub` cleans a row
-whose sequence came to have NaN.
+ends soon after the longest of them. The rectangle grows in steps and is only then copied. What lies behind a row's
+end is masked, but must stay finite: a weight of zero times NaN is NaN. So new room is zeroed, and `scrub` cleans a
+row whose sequence came to have NaN.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from workers.engine.scheduler import Move
 
 _BLOCK = 256  # tokens by which rows get longer
+_ALIGN = 32  # the view ends at a multiple of it: attention over fewer keys takes other ways, and other roundings
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Place:
 
     @property
     def reach(self) -> int:
-        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+        return _aligned(max(start + length for start, length in zip(self.starts, self.lengths, strict=True)))
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is typed in parts
@@ -96,10 +97,10 @@ class SlotCache(Cache):
     """All layers' rectangles, of at most `slots` rows and about `kv_tokens` tokens."""
 
     def __init__(self, layers: int, slots: int, kv_tokens: int, device: torch.device) -> None:
-        self._layers = [SlotLayer(self) for _ in range(layers)]
-        super().__init__(layers=list(self._layers))
+        self.slots = [SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self.slots))
         self.shape = (0, 0)  # rows, length
-        self._slots = slots
+        self._most_rows = slots
         self._kv_tokens = kv_tokens
         self._device = device
         self.aim(Place(0, [0], [1]))
@@ -112,32 +113,36 @@ class SlotCache(Cache):
 
     def make_room(self, rows: int, length: int) -> None:
         """Have at least `rows` rows of `length` tokens."""
-        shape = self._grown(rows, length)
+        shape = self._grown(rows, _aligned(length))
         if shape != self.shape:
             self.shape = shape
-            for layer in self._layers:
+            for layer in self.slots:
                 layer.reshape(*shape)
 
     def move(self, moves: list[Move]) -> None:
         """Close gaps that sequences left, in order."""
         for move in moves:
             if move.length:
-                for layer in self._layers:
+                for layer in self.slots:
                     layer.move(move)
 
     def scrub(self, row: int) -> None:
-        for layer in self._layers:
+        for layer in self.slots:
             layer.scrub(row)
 
     def _grown(self, rows: int, length: int) -> tuple[int, int]:
         if rows <= self.shape[0] and length <= self.shape[1]:
             return self.shape
-        roomy_rows = max(self.shape[0], min(1 << (rows - 1).bit_length(), self._slots))
+        roomy_rows = max(self.shape[0], min(1 << (rows - 1).bit_length(), self._most_rows))
         roomy_length = max(self.shape[1], -(-length // _BLOCK) * _BLOCK)
         if roomy_rows * roomy_length <= self._kv_tokens:
             return roomy_rows, roomy_length
         # The scheduler keeps rows x length within the budget; what the shape had in excess is given up.
-        return rows, max(length, min(-(-length // _BLOCK) * _BLOCK, self._kv_tokens // rows))
+        return rows, max(length, min(-(-length // _BLOCK) * _BLOCK, self._kv_tokens // rows // _ALIGN * _ALIGN))
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGN) * _ALIGN
 
 
 def _resized(store: Tensor, rows: int, length: int) -> Tensor:

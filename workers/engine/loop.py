@@ -30,6 +30,7 @@ class BatchModel(Protocol):
 
     max_context: int
     vocab_size: int
+    exact: bool  # what it draws for a sequence depends on nothing but the sequence
     prefill_chunk: int  # prompt tokens in one step; as many as decoding sequences may be kept waiting for
 
     def run(self, plan: Plan) -> list[Drawn]:
@@ -61,7 +62,11 @@ class BatchEngine:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            pause=True, keyed_sampling=True, max_context=self._max_context, vocab_size=self._model.vocab_size
+            pause=True,
+            keyed_sampling=True,
+            max_context=self._max_context,
+            vocab_size=self._model.vocab_size,
+            exact=self._model.exact,
         )
 
     def submit(self, request: Request) -> None:

@@ -61,6 +61,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     keyed_sampling: bool  # draws depend on (seed, position, choice) alone
     max_context: int  # prompt + output, in tokens
     vocab_size: int
+    exact: bool = False  # a text does not depend on who shared its batch, nor on where it was interrupted
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -80,6 +80,7 @@ class ScriptedModel:
     """Its tokens need no cache, so a plan's moves mean nothing to it."""
 
     prefill_chunk = 256
+    exact = True
 
     def __init__(self, tokenizer: Tokenizer, *, max_context: int, eos_id: int | None, options: Options) -> None:
         self.max_context = max_context

@@ -1,4 +1,4 @@
-"""Continuous batching over a Hugging Face causal language model.
+"""Continuous batching over a causal language model of the Hugging Face kind, by the generic or the lean forward.
 
 A step has at most two forwards: one token for every decoding row, and one chunk (or a group of short prompts) for
 the prefilling ones. Together in one forward, the decoding rows would be padded to the chunk's length.
@@ -6,16 +6,18 @@ the prefilling ones. Together in one forward, the decoding rows would be padded 
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.engine.build import EngineCard
 from workers.engine.cache import Place, SlotCache
+from workers.engine.forward import Forward, HuggingFaceForward
+from workers.engine.lean import LeanForward, is_lean
 from workers.engine.loop import Drawn, Fault
 from workers.engine.protocol import Request
 from workers.engine.sampling import sample
@@ -28,11 +30,30 @@ _PREFILL_CHUNK_GPU = 2048
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The card's `options` for a model of this engine."""
+
+    forward: Literal["auto", "generic"] = "auto"  # auto: the lean one where it knows the architecture
+
+
 def load_model(folder: Path, card: EngineCard, options: EngineOptions) -> TransformersModel:
     """Load and warm up. Only safetensors are read and no code of the model's is run. ValueError when it cannot be."""
     torch.set_num_threads(max(1, options.threads))
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     max_context = min(card.max_context, _exact_context(config))
+    lean = msgspec.convert(card.options, Options).forward == "auto" and is_lean(config)
+    forward = _lean(folder, config, options) if lean else _generic(folder, max_context, options)
+    ready = TransformersModel(forward, max_context, options.slots, options.kv_tokens)
+    ready.warm_up()
+    return ready
+
+
+def _lean(folder: Path, config: Any, options: EngineOptions) -> Forward:
+    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
+    return LeanForward(folder, config, dtype, device, exact=options.exact)
+
+
+def _generic(folder: Path, max_context: int, options: EngineOptions) -> Forward:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, options.dtype),
@@ -40,25 +61,20 @@ def load_model(folder: Path, card: EngineCard, options: EngineOptions) -> Transf
         local_files_only=True,
         trust_remote_code=False,
     )
-    ready = TransformersModel(model.to(options.device).eval(), max_context, options.slots, options.kv_tokens)
-    ready.warm_up()
-    return ready
+    return HuggingFaceForward(model.to(options.device).eval(), max_context)
 
 
 class TransformersModel:
     """A causal language model and the KV cache of its running sequences."""
 
-    def __init__(self, model: Any, max_context: int, slots: int, kv_tokens: int) -> None:
-        config = model.config.get_text_config()
+    def __init__(self, forward: Forward, max_context: int, slots: int, kv_tokens: int) -> None:
         self.max_context = max_context
-        self.vocab_size = config.vocab_size
-        self._model = model
-        self._device = model.device
+        self.vocab_size = forward.vocab_size
+        self.exact = forward.exact
+        self._forward = forward
+        self._device = forward.device
         self.prefill_chunk = _PREFILL_CHUNK if self._device.type == "cpu" else _PREFILL_CHUNK_GPU
-        self._cache = SlotCache(config.num_hidden_layers, slots, kv_tokens, self._device)
-        known = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.2x
-        self._keeps_logits = "logits_to_keep" in known
+        self._cache = SlotCache(forward.layers, slots, kv_tokens, self._device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Drawn]:
@@ -78,10 +94,9 @@ class TransformersModel:
             scheduler.advance(plan)
 
     def _decode(self, sequences: list[Sequence]) -> list[Drawn]:
-        starts = [sequence.cached for sequence in sequences]
-        ids = torch.tensor([sequence.fed(1) for sequence in sequences], device=self._device)
-        logits = self._forward(ids, Place(0, starts, [1] * len(starts)))[:, -1]
-        return self._drawn(sequences, logits, first_row=0)
+        place = Place(0, [sequence.cached for sequence in sequences], [1] * len(sequences))
+        ids = torch.tensor([sequence.fed(1) for sequence in sequences])
+        return self._drawn(sequences, self._logits(ids, place), first_row=0)
 
     def _prefill(self, chunks: list[Chunk], first_row: int) -> list[Drawn]:
         lengths = [chunk.length for chunk in chunks]
@@ -89,36 +104,19 @@ class TransformersModel:
         for row, chunk in zip(ids, chunks, strict=True):
             row[: chunk.length] = torch.tensor(chunk.sequence.fed(chunk.length))
         place = Place(first_row, [chunk.sequence.cached for chunk in chunks], lengths)
-        last = sorted({length - 1 for length in lengths})
-        logits = self._forward(ids.to(self._device), place, keep=last)
-        own = logits[torch.arange(len(chunks)), [last.index(length - 1) for length in lengths]]
         # Drawn for unfinished prompts too, since that shows NaN before it can spoil a row for who comes next.
-        drawn = self._drawn([chunk.sequence for chunk in chunks], own, first_row)
+        drawn = self._drawn([chunk.sequence for chunk in chunks], self._logits(ids, place), first_row)
         return [
             (sequence, token)
             for chunk, (sequence, token) in zip(chunks, drawn, strict=True)
             if chunk.completes or isinstance(token, Fault)
         ]
 
-    def _forward(self, ids: Tensor, place: Place, keep: list[int] | None = None) -> Tensor:
-        """Logits [rows, positions to keep, vocabulary] of tokens [rows, new], in the rows where `place` says."""
+    def _logits(self, ids: Tensor, place: Place) -> Tensor:
+        """Logits [rows, vocabulary] after the last own token of each row of `ids` [rows, new]."""
         self._cache.aim(place)
-        columns = self._cache.column_index[:, None] + torch.arange(ids.shape[1], device=self._device)
-        wanted = {"logits_to_keep": torch.tensor(keep, device=self._device)} if keep and self._keeps_logits else {}
-        logits: Tensor = self._model(
-            input_ids=ids,
-            attention_mask=self._mask(columns, place.reach),
-            position_ids=columns.clamp(max=self.max_context - 1),  # padding must not leave a table of positions
-            use_cache=True,
-            **{self._cache_argument: self._cache},
-            **wanted,
-        ).logits
-        return logits[:, keep] if keep and not self._keeps_logits else logits
-
-    def _mask(self, columns: Tensor, reach: int) -> Tensor:
-        """Additive mask [rows, 1, new, reach]: a token sees its row up to itself."""
-        hidden = torch.arange(reach, device=self._device) > columns[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+        wanted = torch.tensor(place.lengths, device=self._device) - 1
+        return self._forward(ids.to(self._device), self._cache, wanted)
 
     def _drawn(self, sequences: list[Sequence], logits: Tensor, first_row: int) -> list[Drawn]:
         drawn: list[Drawn] = []

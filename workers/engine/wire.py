@@ -19,6 +19,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     threads: int  # of torch; 0 takes the cores this process may use but one, and at least one
     device: str
     dtype: str  # a torch dtype's name
+    exact: bool = False  # a sequence's numbers shall not depend on who shares its batch, see lean.py
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,11 +72,16 @@ def smollm2_dir() -> Path:
 @pytest.fixture(scope="session")
 def loaded(scripted_folder: Path, tiny_folder: Path) -> dict[str, BatchModel]:
     """Each kind of model, loaded once: an engine around it is new in every test."""
-    folders = {"scripted": scripted_folder, "transformers": tiny_folder}
-    return {kind: build_model(folder, read_card(folder), OPTIONS) for kind, folder in folders.items()}
+    tiny = read_card(tiny_folder)
+    generic = msgspec.structs.replace(tiny, options={"forward": "generic"})
+    return {
+        "scripted": build_model(scripted_folder, read_card(scripted_folder), OPTIONS),
+        "lean": build_model(tiny_folder, tiny, OPTIONS),
+        "generic": build_model(tiny_folder, generic, OPTIONS),
+    }
 
 
-@pytest.fixture(params=["scripted", "transformers"])
+@pytest.fixture(params=["scripted", "lean", "generic"])
 def make_engine(request: pytest.FixtureRequest, loaded: dict[str, BatchModel]) -> EngineFactory:
     """Makes an engine of each kind; keyword arguments are those of BatchEngine."""
 

@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
+    LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -24,6 +25,7 @@ from brokers.models import Model
 from tests.unit.engine.conftest import OPTIONS
 from tests.unit.engine.driving import Record, ask, drain, prompt, run, step_until
 from workers.engine.build import EngineCard, build_engine
+from workers.engine.lean import LeanForward
 from workers.engine.loop import BatchEngine
 from workers.engine.protocol import Request, SamplingParams
 from workers.engine.transformers_engine import load_model
@@ -72,17 +74,40 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "parallel residual": lambda: GPTNeoXConfig(**SHAPE),
     "biased projections": lambda: Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "scaled rotation": lambda: LlamaConfig(
+        **SHAPE,
+        num_key_value_heads=3,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "length-dependent rotation": lambda: LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "tied, wide heads": lambda: LlamaConfig(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     "sliding window": lambda: MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=128),
     "eager attention": lambda: Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=128),
 }
+
+
+LEAN = {"biased projections", "sliding window", "scaled rotation", "tied, wide heads"}
 
 
 @pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
 def test_architectures_of_all_kinds_equal_generate(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(ARCHITECTURES[kind]())  # type: ignore[no-untyped-call]
+    for bias in (weight for name, weight in model.named_parameters() if name.endswith("bias")):
+        torch.nn.init.normal_(bias, std=0.5)
     model.save_pretrained(tmp_path)
-    engine = BatchEngine(load_model(tmp_path, EngineCard("transformers", 512), OPTIONS), slots=4, kv_tokens=2048)
+    loaded = load_model(tmp_path, EngineCard("transformers", 512), OPTIONS)
+    assert isinstance(loaded._forward, LeanForward) == (kind in LEAN)
+    engine = BatchEngine(loaded, slots=4, kv_tokens=2048)
     texts = ["the sea", "a", "what is the longest river of all?"]
     record = run(engine, *(ask(text, text, greedy(20)) for text in texts))
     for text in texts:
@@ -117,11 +142,19 @@ def test_the_models_own_end_token_ends_with_stop(tiny_folder: Path) -> None:
     assert record.finish("a") == "stop"
 
 
-def test_a_sequence_of_nan_fails_alone_and_leaves_its_row_clean(tiny_folder: Path) -> None:
-    engine, record = build_engine(tiny_folder, OPTIONS), Record()
-    expected = run(build_engine(tiny_folder, OPTIONS), ask("good"), ask("next", "zz")).tokens
-    weights = engine._model._model.model.embed_tokens.weight  # type: ignore[attr-defined]
-    weights.requires_grad_(False)[7] = torch.nan  # token 7 poisons whoever has it, in its keys and values too
+def _embedding(forward: Any) -> Any:
+    if isinstance(forward, LeanForward):
+        return forward._embedding
+    return forward._model.model.embed_tokens.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("forward", ["auto", "generic"])
+def test_a_sequence_of_nan_fails_alone_and_leaves_its_row_clean(tiny_folder: Path, forward: str) -> None:
+    card = EngineCard("transformers", 512, options={"forward": forward})
+    engine = BatchEngine(load_model(tiny_folder, card, OPTIONS), slots=4, kv_tokens=2048)
+    record, expected = Record(), run(build_engine(tiny_folder, OPTIONS), ask("good"), ask("next", "zz")).tokens
+    weights = _embedding(engine._model._forward)  # type: ignore[attr-defined]
+    weights[7] = torch.nan  # token 7 poisons whoever has it, in its keys and values too
     engine.submit(ask("good"))
     step_until(engine, record, "good", 2)
     engine.submit(Request("bad", (65, 7, 66), sampling=greedy(9)))

@@ -1,0 +1,70 @@
+"""A forward: tokens in, logits of one position of each row out. Here the generic one, of Hugging Face's own model code.
+
+Whatever forward runs, the runner (transformers_engine.py) keeps rows, chunks and the cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workers.engine.cache import Place, SlotCache
+
+
+class Forward(Protocol):
+    """A loaded model."""
+
+    vocab_size: int
+    layers: int
+    device: torch.device
+    exact: bool  # the logits of a row depend on its tokens alone, to the bit
+
+    def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] after token `wanted[row]` of each row of `ids` [rows, new].
+
+        The cache is aimed at the place of `ids`, and comes to hold their keys and values.
+        """
+
+
+class HuggingFaceForward:
+    """Any causal language model with a standard cache."""
+
+    exact = False
+
+    def __init__(self, model: Any, max_context: int) -> None:
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.layers: int = config.num_hidden_layers
+        self.device: torch.device = model.device
+        self._model = model
+        self._max_context = max_context
+        known = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.2x
+        self._keeps_logits = "logits_to_keep" in known
+
+    def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
+        columns = new_columns(cache, ids)
+        kept, which = torch.unique(wanted, return_inverse=True)
+        logits: Tensor = self._model(
+            input_ids=ids,
+            attention_mask=mask(columns, cache.place, self._model.dtype),
+            position_ids=columns.clamp(max=self._max_context - 1),  # padding must not leave a table of positions
+            use_cache=True,
+            **{self._cache_argument: cache},
+            **({"logits_to_keep": kept} if self._keeps_logits else {}),
+        ).logits
+        return logits[torch.arange(len(ids), device=ids.device), which if self._keeps_logits else wanted]
+
+
+def new_columns(cache: SlotCache, ids: Tensor) -> Tensor:
+    """Where in its row each token of `ids` [rows, new, ...] stands."""
+    return cache.column_index[:, None] + torch.arange(ids.shape[1], device=ids.device)
+
+
+def mask(columns: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
+    """Additive mask [rows, 1, new, reach]: a token sees its row up to itself."""
+    hidden = torch.arange(place.reach, device=columns.device) > columns[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=columns.device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,224 @@
+"""The lean forward: models of the Llama family, written out for batches on few cores.
+
+What it saves against the generic forward: weights packed once for the processor's matrix units, activations and
+residuals computed inside the products, one rotation for queries and keys together, no copies of keys and values for
+grouped queries, logits of the wanted positions only. Per layer:
+
+    qkv = norm(h) Wqkv;  rotate q, k;  h += attention(q, cached k, v) Wo;  h += (silu(norm(h) Wg) * norm(h) Wu) Wd
+
+Rotary embeddings pair dimension i with i + d/2; here the rows of Wq and Wk are reordered so that a pair lies side by
+side and is rotated as one complex number. Scores are sums over all dimensions, so they do not notice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from workers.engine.cache import Place, SlotCache, SlotLayer
+from workers.engine.forward import mask, new_columns
+from workers.engine.linear import Linear
+
+log = logging.getLogger(__name__)
+
+_FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
+_QUERIES = 160
+"""In exact mode at most so many at once. torch's CPU attention takes fewer than 192 by blocks of 32, and within a full
+block, or one of 16, a query has the same bits whoever shares it; more are packed and rounded another way (measured)."""
+_PROBE = 200  # tokens
+_ROPES = {"default", "linear", "llama3"}  # those whose angles do not depend on the length so far
+
+
+def is_lean(config: Any) -> bool:
+    """Whether this forward computes what the model's own code would."""
+    return (
+        (config.architectures or [""])[0] in _FAMILY
+        and config.hidden_act == "silu"
+        and (config.rope_parameters or {}).get("rope_type", "default") in _ROPES
+        and (config.rope_parameters or {}).get("partial_rotary_factor", 1) == 1
+        and not getattr(config, "use_sliding_window", False)
+    )
+
+
+class _Layer(NamedTuple):
+    norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class LeanForward:
+    """Weights of one model, ready to run."""
+
+    def __init__(
+        self, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    ) -> None:
+        self.vocab_size: int = config.vocab_size
+        self.layers: int = config.num_hidden_layers
+        self.device = device
+        self._dtype = dtype
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._eps: float = config.rms_norm_eps
+        rope = LlamaRotaryEmbedding(config)
+        self._frequencies = rope.inv_freq.float().to(device)
+        self._rope_scale = float(rope.attention_scaling)
+        with ExitStack() as stack:
+            weights = _Weights(stack, folder, dtype, device)
+            self._embedding = weights.tensor("model.embed_tokens.weight")
+            self._layers = [self._read(weights, f"model.layers.{index}") for index in range(self.layers)]
+            self._norm = weights.tensor("model.norm.weight")
+            tied = config.tie_word_embeddings or not weights.has("lm_head.weight")
+            self._head = Linear(self._embedding if tied else weights.tensor("lm_head.weight"))
+        self.exact = False
+        if exact and dtype is torch.float32 and device.type == "cpu":
+            self.exact = self._is_exact()
+            log.info("texts %s depend on batches", "do not" if self.exact else "on this machine")
+
+    def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
+        h = self._through(self._layers, embedding(ids, self._embedding), cache)
+        last = h[torch.arange(len(ids), device=ids.device), wanted]
+        return self._head(rms_norm(last, last.shape[-1:], self._norm, self._eps))
+
+    def _through(self, layers: list[_Layer], x: Tensor, cache: SlotCache) -> Tensor:
+        """States [rows, new, width] of new tokens, through some layers."""
+        rows, new, _ = x.shape
+        columns = new_columns(cache, x)
+        rotation = self._rotation(columns.flatten())
+        # Queries that share a head of keys stand one behind the other, as if they were so many tokens.
+        hidden_from = mask(columns, cache.place, self._dtype).repeat(1, 1, self._heads // self._kv_heads, 1)
+        h = x.flatten(0, 1)
+        for layer, slots in zip(layers, cache.slots, strict=True):
+            h = self._layer(layer, h, slots, rotation, hidden_from)
+        return h.view(rows, new, -1)
+
+    def _layer(self, layer: _Layer, h: Tensor, slots: SlotLayer, rotation: Tensor, hidden_from: Tensor) -> Tensor:
+        """One layer. `h` [rows * new, width]; `rotation` [rows * new, 1, dim / 2]."""
+        heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
+        rows = len(hidden_from)
+        new = len(h) // rows
+        qkv = layer.qkv(rms_norm(h, h.shape[-1:], layer.norm, self._eps)).view(rows * new, heads + 2 * kv_heads, dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qk = _rotated(qk, rotation).view(rows, new, heads + kv_heads, dim)
+        keys, values = slots.update(qk[:, :, heads:].transpose(1, 2), v.view(rows, new, kv_heads, dim).transpose(1, 2))
+        q = qk[:, :, :heads].view(rows, new, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        attended = self._attention(q, keys, values, hidden_from).view(rows, kv_heads, -1, new, dim)
+        attended = attended.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
+        h = layer.out.added_to(h, attended)
+        x = rms_norm(h, h.shape[-1:], layer.mlp_norm, self._eps)
+        return layer.down.added_to(h, layer.up.times(layer.gate.silu(x), x))
+
+    def _attention(self, q: Tensor, keys: Tensor, values: Tensor, hidden_from: Tensor) -> Tensor:
+        """Of q [rows, heads of keys, queries, dim]. Exact mode gives torch's CPU kernel blocks of one kind only."""
+        if not self.exact:
+            return scaled_dot_product_attention(q, keys, values, attn_mask=hidden_from)
+        parts = []
+        for part, seen in zip(torch.split(q, _QUERIES, 2), torch.split(hidden_from, _QUERIES, 2), strict=True):
+            attended = scaled_dot_product_attention(_filled(part), keys, values, attn_mask=_filled(seen))
+            parts.append(attended[:, :, : part.shape[2]])
+        return torch.cat(parts, dim=2)
+
+    @torch.inference_mode()
+    def _is_exact(self) -> bool:
+        """Whether the kernels of this machine keep the promise: a layer and the head, over a text as a whole, and over
+        the same text in pieces beside others."""
+        layers, width = self._layers[:1], self._embedding.shape[1]
+        texts = torch.randn((3, _PROBE, width), generator=torch.Generator().manual_seed(0))
+        cache = SlotCache(1, 3, 4 * _PROBE, self.device)
+        cache.make_room(3, _PROBE)
+        cache.aim(Place(0, [0], [_PROBE]))
+        whole = self._through(layers, texts[:1], cache)[0]
+        pieces, start = [], 0
+        for length in (7, 1, 1, 17, 2, 1, 33, 1, 1):
+            cache.aim(Place(0, [start] * 3, [length] * 3))
+            pieces.append(self._through(layers, texts[:, start : start + length], cache)[0])
+            start += length
+        same = torch.equal(torch.cat(pieces), whole[:start])
+        logits = self._head(whole)
+        return same and all(torch.equal(self._head(whole[:rows]), logits[:rows]) for rows in (1, 2, 5, 16, 31))
+
+    def _rotation(self, columns: Tensor) -> Tensor:
+        angles = columns.float()[:, None] * self._frequencies
+        return torch.polar(torch.full_like(angles, self._rope_scale), angles)[:, None]
+
+    def _read(self, weights: _Weights, name: str) -> _Layer:
+        pairs = self._pairs()
+        q, k, v = (weights.linear(f"{name}.self_attn.{part}_proj") for part in "qkv")
+        q, k = (_reordered(part, pairs, self._dim) for part in (q, k))
+        bias = None if q.bias is None else torch.cat([part.bias for part in (q, k, v) if part.bias is not None])
+        return _Layer(
+            norm=weights.tensor(f"{name}.input_layernorm.weight"),
+            qkv=Linear(torch.cat([q.weight, k.weight, v.weight]), bias),
+            out=Linear(*weights.linear(f"{name}.self_attn.o_proj")),
+            mlp_norm=weights.tensor(f"{name}.post_attention_layernorm.weight"),
+            gate=Linear(*weights.linear(f"{name}.mlp.gate_proj")),
+            up=Linear(*weights.linear(f"{name}.mlp.up_proj")),
+            down=Linear(*weights.linear(f"{name}.mlp.down_proj")),
+        )
+
+    def _pairs(self) -> Tensor:
+        """Where each dimension of a head comes from: 0, d/2, 1, d/2 + 1, ..."""
+        return torch.arange(self._dim, device=self.device).view(2, -1).t().flatten()
+
+
+def _filled(x: Tensor) -> Tensor:
+    """With the last query of [.., queries, ..] repeated up to a full block: of 16, or of any number of times 32."""
+    count = x.shape[2]
+    more = (16 if count <= 16 else -(-count // 32) * 32) - count
+    return torch.cat([x, x[:, :, -1:].expand(-1, -1, more, -1)], dim=2) if more else x
+
+
+def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+
+class _Raw(NamedTuple):
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+
+def _reordered(raw: _Raw, pairs: Tensor, dim: int) -> _Raw:
+    weight = raw.weight.view(-1, dim, raw.weight.shape[-1])[:, pairs].flatten(0, 1)
+    return _Raw(weight, None if raw.bias is None else raw.bias.view(-1, dim)[:, pairs].flatten())
+
+
+class _Weights:
+    """The model's safetensors, one tensor at a time."""
+
+    def __init__(self, stack: ExitStack, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._files = dict(_open_all(stack, folder))
+        self._dtype, self._device = dtype, device
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str) -> Tensor:
+        found: Tensor = self._files[name].get_tensor(name)
+        return found.to(self._device, self._dtype)
+
+    def linear(self, name: str) -> _Raw:
+        bias = f"{name}.bias"
+        return _Raw(self.tensor(f"{name}.weight"), self.tensor(bias) if self.has(bias) else None)
+
+
+def _open_all(stack: ExitStack, folder: Path) -> Iterator[tuple[str, Any]]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise OSError(f"{folder} holds no *.safetensors, and nothing else is read")
+    for path in paths:
+        opened = stack.enter_context(safe_open(path, framework="pt"))
+        yield from ((name, opened) for name in opened.keys())  # noqa: SIM118 (it is no mapping)
