@@ -158,7 +158,7 @@ async def test_every_queue_is_durable_or_exclusive(platform: Platform) -> None:
     app = create_app(platform.settings)
     with app.connection_for_read() as connection:
         app.events.Receiver(connection).queue.bind(connection.default_channel).declare()
-        assert app.control.ping(timeout=5, limit=1)
+        assert app.control.ping(timeout=5, limit=1, connection=connection)
         found = await management.queues(platform.settings, platform.settings.region)
     assert {queue["name"].split(".")[0] for queue in found} >= {"gen", "celeryev"}
     assert any(queue["name"].endswith(".pidbox") for queue in found)
