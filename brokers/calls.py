@@ -194,7 +194,7 @@ def renew(k: Keys, token: str, lease_ms: int) -> Call:
 
 
 def append(k: Keys, token: str, lease_ms: int, start: int, pos: int, fields: tuple[str | bytes, ...]) -> Call:
-    """`fields` are text, ids, offsets and digest, as brokers.entries packs them."""
+    """`fields` are the digest and the fields of the entry, as brokers.entries packs them."""
     return Call(_fcall("append", k[:2], token, lease_ms, start, pos, *fields), written)
 
 

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _REFUSED_S = 0.5
 _LOOK_S = 3.0  # after the end; a store may lose its last 2 s
+_CHUNK_BYTES = 1 << 15  # of vectors in one entry: what a reader takes at once stays small
+_ROUND_BYTES = 1 << 20  # of vectors of one stream in one round: the other streams are not kept waiting
+_TOKEN_BYTES = 64  # a token's share of the window in bytes, by which vectors are counted
 
 
 class Outcome(NamedTuple):
@@ -54,8 +57,16 @@ class _Look(NamedTuple):
     call: calls.Call
 
 
+class Chunk(NamedTuple):
+    """One content entry to write."""
+
+    start: int
+    pos: int
+    fields: tuple[str | bytes, ...]
+
+
 class OwnedStream:
-    """One stream that this process owns: its content from the start, and how much of it is durable.
+    """One stream of a text that this process owns: its content from the start, and how much of it is durable.
 
     Pushed by one thread and written by another; the writer's lock guards everything that changes. `remake` makes the
     job's record again, should the store lose it together with its end.
@@ -67,8 +78,8 @@ class OwnedStream:
         self.token = token
         self.remake = remake
         self.token_ids: list[int] = []
-        self.pieces: list[str] = []
-        self.durable = 0  # tokens in the store
+        self.pieces: list[Any] = []  # what each position brought: here a token's text
+        self.durable = 0  # positions in the store
         self.outcome: Outcome | None = None
         self.lost: calls.Fenced | calls.Gone | calls.Poison | None = None  # why this process may no longer write
         self.begun = False  # the engine works on it
@@ -81,10 +92,15 @@ class OwnedStream:
         self.renewed_at = time.monotonic()
         self.held_until = 0.0  # the store refused a write: not before this (monotonic)
 
-    def restore(self, token_ids: Sequence[int], pieces: Sequence[str]) -> None:
+    def restore(self, token_ids: Sequence[int], pieces: Sequence[str] | Sequence[bytes]) -> None:
         """Content that earlier owners wrote."""
         self.token_ids, self.pieces = list(token_ids), list(pieces)
-        self.durable = len(self.token_ids)
+        self.durable = self.pos
+
+    @property
+    def pos(self) -> int:
+        """The position of all there is, durable or not."""
+        return len(self.pieces)
 
     @property
     def text(self) -> str:
@@ -107,24 +123,31 @@ class OwnedStream:
 
     @property
     def waiting(self) -> int:
-        """Tokens that are not durable yet."""
-        return len(self.token_ids) - self.durable
+        """Positions that are not durable yet."""
+        return self.pos - self.durable
 
-    def push(self, token_ids: Sequence[int], pieces: Sequence[str]) -> None:
+    @property
+    def weight(self) -> int:
+        """What is not durable yet, in tokens of the window."""
+        return self.waiting
+
+    def push(self, token_ids: Sequence[int], pieces: Sequence[str] | Sequence[bytes]) -> None:
         if self._pending_since is None:
             self._pending_since = time.monotonic()
         self.token_ids.extend(token_ids)
         self.pieces.extend(pieces)
 
-    def chunk(self) -> tuple[int, int, tuple[str | bytes, ...]] | None:
-        """From, to and fields of what is not durable yet."""
-        start, pos = self.durable, len(self.token_ids)
-        if start == pos:
-            return None
+    def chunks(self) -> list[Chunk]:
+        """What is not durable yet, or as much of it as goes into one round."""
+        if not self.waiting:
+            return []
         self._pending_since = None
         self._first_is_out = True
-        pieces = self.pieces[start:pos]
-        return start, pos, entries.fields(self.token_ids[start:pos], pieces, self._digest_at(pos))
+        return self._chunks(self.durable)
+
+    def _chunks(self, start: int) -> list[Chunk]:
+        pos = self.pos
+        return [Chunk(start, pos, entries.fields(self.token_ids[start:], self.pieces[start:], self._digest_at(pos)))]
 
     def _digest_at(self, pos: int) -> str:
         if self._digested > pos:  # cannot go back: begin again
@@ -132,6 +155,28 @@ class OwnedStream:
         self._digest.update("".join(self.pieces[self._digested : pos]))
         self._digested = pos
         return self._digest.hex()
+
+
+class VectorStream(OwnedStream):
+    """One stream of an embedding job: a position is an input, and what it brought is its vector."""
+
+    @property
+    def weight(self) -> int:
+        return self.waiting * max(1, self._width // _TOKEN_BYTES)
+
+    @property
+    def _width(self) -> int:
+        return len(self.pieces[0]) if self.pieces else 0
+
+    def _chunks(self, start: int) -> list[Chunk]:
+        each = max(1, _CHUNK_BYTES // self._width)
+        end = min(self.pos, start + max(1, _ROUND_BYTES // self._width))
+        cuts = [(at, min(at + each, end)) for at in range(start, end, each)]
+        return [Chunk(at, to, entries.vector_fields(self.pieces[at:to])) for at, to in cuts]
+
+
+Pushed = tuple[OwnedStream, Sequence[int], Sequence[str] | Sequence[bytes], Outcome | None]
+"""A stream, what it gets (token ids, and a piece for each position), and how it ends if it does."""
 
 
 class ChunkWriter:
@@ -165,11 +210,11 @@ class ChunkWriter:
         with self._changed:
             self._streams[stream.job.id] = stream
 
-    def push(self, pushed: Sequence[tuple[OwnedStream, Sequence[int], Sequence[str], Outcome | None]]) -> None:
-        """What one engine step brought: tokens and pieces to each stream, and how it ends if it does."""
+    def push(self, pushed: Sequence[Pushed]) -> None:
+        """What one engine step brought to each stream."""
         with self._changed:
             for stream, token_ids, pieces, outcome in pushed:
-                if token_ids:
+                if pieces:
                     stream.push(token_ids, pieces)
                 if outcome and stream.outcome is None:
                     stream.outcome = outcome
@@ -219,7 +264,7 @@ class ChunkWriter:
 
     def _watch_window(self) -> None:
         with self._changed:
-            waiting = sum(stream.waiting for stream in self._streams.values())
+            waiting = sum(stream.weight for stream in self._streams.values())
         window = self._settings.window_tokens
         if self._full != (waiting >= (window // 2 if self._full else window)):
             self._full = not self._full
@@ -254,9 +299,9 @@ class ChunkWriter:
         if stream.begun and not stream.begun_is_out:
             due.append(_Write(stream, calls.begin(stream.keys, stream.token), begins=True))
         if stream.due_in(now, self._settings) == 0.0:
-            if chunk := stream.chunk():
-                due.append(_Write(stream, calls.append(stream.keys, stream.token, lease_ms, *chunk), pos=chunk[1]))
-            if stream.outcome:
+            chunks = stream.chunks()
+            due += [_Write(stream, calls.append(stream.keys, stream.token, lease_ms, *c), pos=c.pos) for c in chunks]
+            if stream.outcome and (chunks[-1].pos if chunks else stream.durable) == stream.pos:
                 due.append(_Write(stream, _finish(stream, stream.outcome), ends=True))
         if due or now - stream.renewed_at >= self._settings.renew_ms / 1000:
             due = due or [_Write(stream, calls.renew(stream.keys, stream.token, lease_ms))]
@@ -299,7 +344,7 @@ class ChunkWriter:
                 return cancel and stream.outcome is None
             case calls.Rewind(pos):
                 # Ours, written by a try whose reply was lost; or the store forgot its last second.
-                stream.durable = min(pos, len(stream.token_ids))
+                stream.durable = min(pos, stream.pos)
             case calls.Fenced() | calls.Gone():
                 stream.lost = written
                 self._forget(stream)
@@ -325,7 +370,7 @@ class ChunkWriter:
 
 
 def _finish(stream: OwnedStream, outcome: Outcome) -> calls.Call:
-    job, pos = stream.job, len(stream.token_ids)
+    prompt_tokens = stream.job.prompt_tokens
     return calls.finish(
-        stream.keys, stream.token, pos, outcome.state, outcome.reason, job.prompt_tokens, outcome.failure
+        stream.keys, stream.token, stream.pos, outcome.state, outcome.reason, prompt_tokens, outcome.failure
     )

@@ -1,11 +1,13 @@
 """How a stream entry is written and read. Fields are plain, so that a client in any language can XREAD them.
 
-    content  id <pos>-0   p start position, t text, i token ids (little-endian uint32 each), o end offset of each
-                          token's text within t (uint32 each, in code points), h digest, ts unix ms
+    content  id <pos>-0   p start position, h digest, ts unix ms, and of a text
+                          t text, i token ids (little-endian uint32 each), o end offset of each token's text within t
+                          (uint32 each, in code points); of embeddings
+                          v vectors, one behind the other (little-endian float32)
     control  id <pos>-n   k kind, d JSON object, ts unix ms
 
 The digest is the first 16 hex digits of the SHA-256 of the stream's text from its start, in UTF-8: chunk borders
-do not show in it.
+do not show in it. Vectors have none: one that is made again is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ class Digest:
 
 
 def fields(token_ids: Sequence[int], pieces: Sequence[str], digest: str) -> tuple[str | bytes, ...]:
-    """Text, ids, offsets and digest of one content entry, in the order the append function takes them."""
-    return "".join(pieces), _packed(token_ids), _packed(tuple(accumulate(map(len, pieces)))), digest
+    """One content entry of a text, as the append function takes it."""
+    offsets = tuple(accumulate(map(len, pieces)))
+    return digest, "t", "".join(pieces), "i", _packed(token_ids), "o", _packed(offsets)
+
+
+def vector_fields(vectors: Sequence[bytes]) -> tuple[str | bytes, ...]:
+    """One content entry of embeddings, likewise."""
+    return "", "v", b"".join(vectors)
 
 
 Row = tuple[bytes, Mapping[bytes, bytes]]
@@ -59,9 +67,10 @@ def parse(entry_id: bytes, raw: Mapping[bytes, bytes]) -> Entry:
     return Content(
         start=int(raw[b"p"]),
         pos=pos,
-        text=raw[b"t"].decode(),
-        token_ids=_unpacked(raw[b"i"]),
-        offsets=_unpacked(raw[b"o"]),
+        text=raw.get(b"t", b"").decode(),
+        token_ids=_unpacked(raw.get(b"i", b"")),
+        offsets=_unpacked(raw.get(b"o", b"")),
+        vectors=raw.get(b"v", b""),
         digest=raw[b"h"].decode(),
         ts_ms=ts_ms,
     )
@@ -72,6 +81,8 @@ def cut(content: Content, after: int) -> Content:
     skip = after - content.start
     if skip <= 0:
         return content
+    if content.vectors:
+        return msgspec.structs.replace(content, start=after, vectors=content.vectors[skip * width(content) :])
     head = content.offsets[skip - 1]
     return msgspec.structs.replace(
         content,
@@ -80,6 +91,17 @@ def cut(content: Content, after: int) -> Content:
         token_ids=content.token_ids[skip:],
         offsets=tuple(offset - head for offset in content.offsets[skip:]),
     )
+
+
+def width(content: Content) -> int:
+    """Bytes of one vector of an entry that has vectors."""
+    return len(content.vectors) // (content.pos - content.start)
+
+
+def split(content: Content) -> list[bytes]:
+    """The vectors of an entry, one each."""
+    each = width(content)
+    return [content.vectors[at : at + each] for at in range(0, len(content.vectors), each)]
 
 
 def head(content: Content, upto: int) -> str:

@@ -5,7 +5,8 @@ Every write to the store. A function checks everything before its first write, b
 Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
   lb:r:{pNN}:job:<job>           hash, the record. Fields:
       id tenant kind model lane home place state gen attempt created deadline prompt_tokens metadata sealed retention
-      pos      content tokens durable in the stream; the truth, since the stream's tail may be trimmed
+      pos      content parts (tokens of a text, vectors of inputs) durable in the stream; the truth, since the
+               stream's tail may be trimmed
       ctl      control entries written at this pos
       owner    random token of the worker that may write; absent when nobody owns the job
       lease    ms; the owner is taken for lost after it
@@ -63,8 +64,8 @@ end
 -- The one way a job ends: record, terminal entry, expiry of both, its webhook due.
 local function finish(keys, now, outcome)
   local record, stream, live, webhooks = keys[1], keys[2], keys[3], keys[4]
-  local job = get(record, 'id', 'pos', 'retention', 'digest', 'webhook')
-  local usage = { prompt_tokens = outcome.prompt_tokens, completion_tokens = tonumber(job[2]) }
+  local job = get(record, 'id', 'pos', 'retention', 'digest', 'webhook', 'kind')
+  local usage = { prompt_tokens = outcome.prompt_tokens, completion_tokens = job[6] == 'text' and tonumber(job[2]) or 0 }
   local data = { status = outcome.state, finish_reason = outcome.reason, usage = usage, digest = job[4] or '' }
   if outcome.error_code then
     data.error = { code = outcome.error_code, message = outcome.error_message }
@@ -226,16 +227,16 @@ local function renew(keys, args)
   return mine.flags
 end
 
--- KEYS record stream; ARGV token lease_ms from to text ids offsets digest
+-- KEYS record stream; ARGV token lease_ms from to digest field value ...
 local function append(keys, args)
   local mine, refusal = owned(keys[1], args[1])
   if not mine then return refusal end
   if mine.pos ~= args[3] then return { 'POS', tonumber(mine.pos) } end
   local now = now_ms()
-  local id = redis.call('XADD', keys[2], 'NOMKSTREAM', args[4] .. '-0', 'p', args[3], 't', args[5], 'i', args[6],
-    'o', args[7], 'h', args[8], 'ts', int(now))
+  local id = redis.call('XADD', keys[2], 'NOMKSTREAM', args[4] .. '-0', 'p', args[3], 'h', args[5], 'ts', int(now),
+    unpack(args, 6))
   if not id then return { 'GONE' } end
-  redis.call('HSET', keys[1], 'pos', args[4], 'ctl', 0, 'digest', args[8], 'lease', int(now + args[2]))
+  redis.call('HSET', keys[1], 'pos', args[4], 'ctl', 0, 'digest', args[5], 'lease', int(now + args[2]))
   return mine.flags
 end
 

@@ -89,6 +89,13 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
     choice: int = 0  # index among the choices of one request; part of the sampling key
 
 
+class EmbeddingSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="embedding"):
+    """What an embedding job asks for: a vector for each input, in order."""
+
+    inputs: tuple[tuple[int, ...], ...]  # token ids as the model reads them, special ones included
+    dimensions: int = 0  # leading ones that are kept, the rest cut and the vector normalised again; 0 keeps all
+
+
 class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whom to tell of a job's end."""
 
@@ -96,8 +103,8 @@ class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):
     secret: str | None = None  # whsec_<base64>; what is sent is signed with it
 
 
-Spec = TextSpec
-"""Grows to a union with the embedding and image specs."""
+Spec = TextSpec | EmbeddingSpec
+"""Grows with the image spec."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -134,7 +141,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     start_ms: int | None = None  # it is published then; None is at once
     gen: int = 1  # publish generation; a message with an older one is dropped
     attempt: int = 0  # claims by an owner, takeovers included
-    pos: int = 0  # content tokens durable in the stream
+    pos: int = 0  # content parts durable in the stream: tokens, or finished inputs
     prompt_tokens: int = 0
     started_ms: int | None = None
     ended_ms: int | None = None
@@ -151,14 +158,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """One content entry of a stream: tokens start+1 .. pos and their text."""
+    """One content entry of a stream: parts start+1 .. pos, tokens with their text, or the vectors of inputs."""
 
     start: int  # position before this entry
     pos: int  # position after it; the cursor
-    text: str
+    text: str = ""
     token_ids: tuple[int, ...] = ()  # pos - start of them
     offsets: tuple[int, ...] = ()  # end of each token's text within text, in code points
-    digest: str = ""  # hex of the text from the stream's start to here, see ARCHITECTURE.md
+    vectors: bytes = b""  # of an embedding job: pos - start of them, one behind the other, little-endian float32
+    digest: str = ""  # hex of the text from the stream's start to here, see ARCHITECTURE.md; vectors have none
     ts_ms: int = 0
 
 

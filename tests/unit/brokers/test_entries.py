@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,15 +14,19 @@ from brokers.job import Content, Control
 pieces = st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=5), min_size=1, max_size=20)
 
 
-def written(start: int, parts: list[str]) -> Content:
+def read_back(start: int, pos: int, fields: Sequence[str | bytes]) -> Content:
     """What a reader gets of what a writer wrote."""
-    ids = list(range(start, start + len(parts)))
-    text, packed_ids, offsets, digest = entries.fields(ids, parts, "00")
-    raw = {b"p": start, b"t": text, b"i": packed_ids, b"o": offsets, b"h": digest, b"ts": 5}
-    sent = {key: value if isinstance(value, bytes) else str(value).encode() for key, value in raw.items()}
-    entry = entries.parse(f"{start + len(parts)}-0".encode(), sent)
+    digest, *named = fields
+    raw = {"p": str(start), "h": digest, "ts": "5", **dict(zip(named[::2], named[1::2], strict=True))}
+    sent = {str(name).encode(): value if isinstance(value, bytes) else value.encode() for name, value in raw.items()}
+    entry = entries.parse(f"{pos}-0".encode(), sent)
     assert isinstance(entry, Content)
     return entry
+
+
+def written(start: int, parts: list[str]) -> Content:
+    ids = list(range(start, start + len(parts)))
+    return read_back(start, start + len(parts), entries.fields(ids, parts, "00"))
 
 
 @given(st.integers(0, 2**31), pieces)
@@ -41,6 +46,15 @@ def test_a_cut_leaves_exactly_the_pieces_beyond_it(start: int, parts: list[str],
     assert (rest.start, rest.pos, len(rest.token_ids)) == (after, start + len(parts), len(kept))
     again = entries.cut(rest, rest.pos - 1)
     assert again.text == parts[-1]
+
+
+@given(st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=20), st.data())
+def test_vectors_read_back_one_by_one_and_are_cut_between_two(vectors: list[bytes], data: st.DataObject) -> None:
+    entry = read_back(7, 7 + len(vectors), entries.vector_fields(vectors))
+    assert (entry.text, entry.token_ids, entries.split(entry)) == ("", (), vectors)
+    after = data.draw(st.integers(7, 6 + len(vectors)))
+    rest = entries.cut(entry, after)
+    assert (rest.start, rest.pos, entries.split(rest)) == (after, entry.pos, vectors[after - 7 :])
 
 
 def test_a_control_entry_reads_back_whole() -> None:
