@@ -5,8 +5,6 @@ It drains its commands before every step, waits for them when there is nothing t
 
 from __future__ import annotations
 
-import ctypes
-import os
 import select
 import signal
 import socket
@@ -18,12 +16,12 @@ import msgspec
 
 from workers.engine import wire
 from workers.engine.build import build_engine, load_tokenizer
+from workers.engine.lifeline import die_with_parent
 from workers.engine.protocol import Engine, Output
 from workers.engine.text import TextStage
 from workers.engine.wire import EngineOptions
 
 _STATS_S = 0.5  # between two reports; also how late a paused sequence's deadline may be noticed
-_PR_SET_PDEATHSIG = 1
 _RECEIVE = 1 << 18
 
 
@@ -35,6 +33,7 @@ class Child:
         engine.on_begin = lambda seqs: self._tell(wire.Begun(seqs))
         self._text = text
         self._channel = channel
+        self._watched = [channel] if engine.ready_fd is None else [channel, engine.ready_fd]
         self._frames = wire.Frames()
         self._stats_due = 0.0
         self._stopping = False
@@ -55,8 +54,8 @@ class Child:
         return released
 
     def _take_commands(self, wait_s: float) -> None:
-        """Everything that has arrived; waits for the first for up to `wait_s`."""
-        while not self._stopping and select.select([self._channel], [], [], wait_s)[0]:
+        """Everything that has arrived; waits for the first, or for the engine's own news, for up to `wait_s`."""
+        while not self._stopping and self._channel in select.select(self._watched, [], [], wait_s)[0]:
             data = self._channel.recv(_RECEIVE)
             if not data:  # the parent is gone
                 self._stopping = True
@@ -86,13 +85,6 @@ class Child:
         if now >= self._stats_due:
             self._stats_due = now + _STATS_S
             self._tell(wire.StatsReport(self._engine.stats()))
-
-
-def die_with_parent(parent: int) -> None:
-    """Be killed when the parent dies, also in the middle of a step. (The end of the channel is seen between steps.)"""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        sys.exit(1)
 
 
 def main(folder: str, options: str, fd: str, parent: str) -> None:

@@ -39,9 +39,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     output: Tokens = ()  # generated earlier, by whomever: continue after them (counted in max_tokens)
     sampling: SamplingParams = SamplingParams()
     choice: int = 0  # with seed and position it keys the random draw
-    priority: int = 0  # lower is served first
+    priority: int = 0  # rank of its lane: lower is served first, see policy.py
     deadline: float | None = None  # unix seconds; a sequence past it ends with reason "expired"
     tenant: str = ""  # whose it is: nothing is shared between two of them
+    weight: float = 1.0  # of the tenant's share of slots
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,11 +59,12 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
 class Capabilities(msgspec.Struct, frozen=True):
     """What this engine can do; a request that needs more is refused clearly."""
 
-    pause: bool
+    pause: bool  # it holds a sequence back in place; without, pause() takes it out and resume() computes it anew
     keyed_sampling: bool  # draws depend on (seed, position, choice) alone
     max_context: int  # prompt + output, in tokens
     vocab_size: int
     exact: bool = False  # a text does not depend on who shared its batch, nor on where it was interrupted
+    prefix_cache: bool = False  # what begins like an earlier sequence is not computed again
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -74,9 +76,11 @@ class Stats(msgspec.Struct, frozen=True):
     kv_tokens_total: int
     generated_tokens: int  # since start
     prefilled_tokens: int  # since start
+    preempted: int  # since start: sequences that went back to the queue for one of a higher lane
     reused_tokens: int  # since start: those that need not be prefilled, since another sequence began with them
     steps: int  # since start
     last_token_age_s: float | None  # None before the first
+    step_age_s: float = 0.0  # how long the step in hand takes, where step() is not what makes it
 
 
 class Engine(Protocol):
@@ -85,6 +89,9 @@ class Engine(Protocol):
     on_begin: Callable[[list[str]], None]
     """Called within step() with the sequences it is about to work on for the first time: should the process die of one
     of them, its owner knows whom to suspect."""
+
+    ready_fd: int | None
+    """Readable when step() has something to bring, of an engine that works by itself between two calls."""
 
     @property
     def capabilities(self) -> Capabilities: ...

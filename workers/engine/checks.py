@@ -1,0 +1,32 @@
+"""What every engine refuses in the same way: the request ends alone, at once, with a code that is the same for all."""
+
+from __future__ import annotations
+
+from workers.engine.protocol import Capabilities, Output, Request
+
+UNSUPPORTED = "unsupported_by_engine"
+
+
+def refused(request: Request, can: Capabilities, *, live: bool) -> Output | None:
+    """Its end when it cannot be run. `live`: another sequence has its id."""
+    if live:
+        return failed(request.seq, "duplicate_sequence", "a live sequence has this id")
+    if not request.prompt:
+        return failed(request.seq, "empty_prompt", "the prompt has no tokens")
+    vocab = range(can.vocab_size)
+    if not all(token in vocab for token in (*request.prompt, *request.output)):
+        return failed(request.seq, "bad_token", f"a token id is not in 0..{len(vocab) - 1}")
+    if len(request.prompt) >= can.max_context:
+        return failed(request.seq, "context_exceeded", f"the prompt fills all {can.max_context} tokens")
+    return None
+
+
+def already_over(request: Request, can: Capabilities) -> Output | None:
+    """What was taken over may have ended on its last token, without anyone having said so."""
+    full = len(request.prompt) + len(request.output) >= can.max_context
+    over = full or len(request.output) >= request.sampling.max_tokens
+    return Output(request.seq, finish="length") if over else None
+
+
+def failed(seq: str, code: str, message: str) -> Output:
+    return Output(seq, finish="error", error_code=code, error=message)
