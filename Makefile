@@ -14,7 +14,7 @@ BIN := .venv/bin
 SOURCES := brokers producers workers compose tests
 INSTALLED := .venv/.installed
 
-.PHONY: help run test check bench faults system model clean distclean
+.PHONY: help run test test-vllm check bench faults system model clean distclean
 
 help:
 	@grep -hE '^# make ' $(MAKEFILE_LIST) | cut -c3-
@@ -24,6 +24,10 @@ run: model
 
 test: check model
 	$(BIN)/python -m pytest -m "not faults"
+
+# make test-vllm  the tests of the engines again, vLLM among them, in an environment of its own (3.6 GB)
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/engines -m vllm
 
 # make check  linters and types
 check: $(INSTALLED)
@@ -40,6 +44,10 @@ bench: model
 faults: model
 	$(BIN)/python -m pytest tests/faults -k "not short" $(if $(WRITE),--faults-write $(WRITE))
 
+.venv-vllm/.installed: pyproject.toml compose/bootstrap/vllm-constraints.txt | system
+	@compose/bootstrap/vllm.sh
+	@touch $@
+
 system:
 	@compose/bootstrap/system.sh
 
@@ -53,7 +61,7 @@ model: $(INSTALLED)
 # make clean  stop the platform, drop the environment and the caches; data and models stay
 clean:
 	@if [[ -x $(BIN)/lingbot ]]; then $(BIN)/lingbot down; fi
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # make distclean  and the data and models too

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
@@ -72,6 +72,7 @@ class Settings(BaseSettings):
     kv_tokens: Annotated[int, Field(ge=256)] = 32_768  # KV budget of one engine, in tokens over all its sequences
     prefix_tokens: Annotated[int, Field(ge=0)] = 8192  # beside it: beginnings kept for who begins likewise; 0 is off
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 counts the cores this process may use
+    engine: Literal["", "transformers", "vllm"] = ""  # instead of the one that each model's card names
     device: str = "cpu"
     dtype: str = "float32"  # the CPU default, since only then texts can be exact
     exact: bool = True  # where the engine can: the same text alone, batched, resumed and taken over, to the bit

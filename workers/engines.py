@@ -78,6 +78,7 @@ class ModelEngine:
             threads=settings.threads,
             device=settings.device,
             dtype=settings.dtype,
+            engine=settings.engine,
             prefix_tokens=settings.prefix_tokens,
             exact=settings.exact,
         )

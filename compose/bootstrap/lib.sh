@@ -30,3 +30,37 @@ find_python() {
   done
   return 1
 }
+
+# --- environments: VENV names the folder of the one that is meant ---
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+make_venv() {
+  if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then return; fi
+  local python
+  python=$(find_python) || fail "no Python 3.11 to 3.13 was found; name one: make PYTHON=/path/to/python"
+  say "creating $VENV with $("$python" -V)"
+  rm -rf "$VENV"
+  "$python" -m venv "$VENV"
+}
+
+has_torch() {
+  "$VENV/bin/python" - "$1" 2>/dev/null <<'PY'
+import sys
+from importlib.metadata import version
+sys.exit(version("torch").split("+")[0] != sys.argv[1])
+PY
+}
+
+# install_torch torch==VERSION: from a wheel on this machine (TORCH_WHEELS, or the folders pip's own settings name),
+# else from the index of CPU builds. The general index holds builds with CUDA for Linux, some gigabytes of it.
+install_torch() {
+  has_torch "${1#torch==}" && return
+  say "installing $1"
+  local local_wheels=(--no-index)
+  if [[ -n ${TORCH_WHEELS:-} ]]; then local_wheels+=(--find-links "$TORCH_WHEELS"); fi
+  pip install --quiet --no-deps "${local_wheels[@]}" "$1" 2>/dev/null && return
+  pip install --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "$1+cpu" && return
+  fail "no build of $1 for $("$VENV/bin/python" -V): put a wheel in a folder and name it, make TORCH_WHEELS=folder,
+       or name an index of CPU builds, make TORCH_INDEX=url, or another interpreter, make PYTHON=python3.11"
+}

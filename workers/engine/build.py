@@ -9,7 +9,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from workers.engine.loop import BatchEngine, BatchModel
+from workers.engine.protocol import Engine
 from workers.engine.wire import EngineOptions
+
+_EXCHANGEABLE = frozenset({"transformers", "vllm"})  # they read the same weights
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -17,6 +20,7 @@ class EngineCard(msgspec.Struct, frozen=True):
 
     engine: str
     max_context: int
+    vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
     options: dict[str, Any] = {}
 
@@ -25,13 +29,25 @@ def read_card(folder: Path) -> EngineCard:
     return msgspec.json.decode((folder / "lingbot.json").read_bytes(), type=EngineCard)
 
 
+def chosen_card(card: EngineCard, engine: str) -> EngineCard:
+    """The card with the engine that is to run it; the card's options are for the one that it names itself."""
+    if engine in {"", card.engine} or card.engine not in _EXCHANGEABLE:
+        return card
+    return msgspec.structs.replace(card, engine=engine, options={})
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def build_engine(folder: Path, options: EngineOptions) -> BatchEngine:
-    """The engine that the folder's card names, loaded and warm. ValueError when there is none of that name."""
-    card = read_card(folder)
+def build_engine(folder: Path, options: EngineOptions) -> Engine:
+    """The engine that the options or the folder's card name, loaded and warm. ValueError when there is none of that
+    name."""
+    card = chosen_card(read_card(folder), options.engine)
+    if card.engine == "vllm":
+        from workers.engine.vllm_engine import load_engine
+
+        return load_engine(folder, card, options)
     return BatchEngine(
         build_model(folder, card, options),
         slots=options.slots,
@@ -55,4 +71,4 @@ def build_model(folder: Path, card: EngineCard, options: EngineOptions) -> Batch
         from workers.engine.transformers_engine import load_model  # torch takes seconds and 300 MB to import
 
         return load_model(folder, card, options)
-    raise ValueError(f"{folder} asks for an engine named {card.engine!r}; there are 'transformers' and 'scripted'")
+    raise ValueError(f"{folder} asks for an engine named {card.engine!r}; there are transformers, vllm and scripted")

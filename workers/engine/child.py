@@ -33,7 +33,7 @@ class Child:
         engine.on_begin = lambda seqs: self._tell(wire.Begun(seqs))
         self._text = text
         self._channel = channel
-        self._watched = [channel] if engine.ready_fd is None else [channel, engine.ready_fd]
+        self._watched: list[socket.socket | int] = [channel] if engine.ready_fd is None else [channel, engine.ready_fd]
         self._frames = wire.Frames()
         self._stats_due = 0.0
         self._stopping = False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from workers.engine import checks
 from workers.engine.protocol import Capabilities, Output, Request, Stats
 from workers.engine.scheduler import Plan, Scheduler
 from workers.engine.sequence import Sequence
@@ -58,6 +59,8 @@ class BatchEngine:
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
+        self.ready_fd: int | None = None
+        self._prefix_cache = prefix_tokens > 0
         self._steps = self._generated = self._prefilled = 0
         self._last_token: float | None = None
 
@@ -69,10 +72,12 @@ class BatchEngine:
             max_context=self._max_context,
             vocab_size=self._model.vocab_size,
             exact=self._model.exact,
+            prefix_cache=self._prefix_cache,
         )
 
     def submit(self, request: Request) -> None:
-        end = self._refusal(request) or self._already_over(request)
+        end = checks.refused(request, self.capabilities, live=request.seq in self._scheduler)
+        end = end or checks.already_over(request, self.capabilities)
         if end is not None:
             self._ended.append(end)
         else:
@@ -120,24 +125,6 @@ class BatchEngine:
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,
         )
 
-    def _refusal(self, request: Request) -> Output | None:
-        if request.seq in self._scheduler:
-            return _error(request.seq, Fault("duplicate_sequence", "a live sequence has this id"))
-        if not request.prompt:
-            return _error(request.seq, Fault("empty_prompt", "the prompt has no tokens"))
-        vocab = range(self._model.vocab_size)
-        if not all(token in vocab for token in (*request.prompt, *request.output)):
-            return _error(request.seq, Fault("bad_token", f"a token id is not in 0..{len(vocab) - 1}"))
-        if len(request.prompt) >= self._max_context:
-            return _error(request.seq, Fault("context_exceeded", f"the prompt fills all {self._max_context} tokens"))
-        return None
-
-    def _already_over(self, request: Request) -> Output | None:
-        # What was taken over may have ended on its last token, without anyone having said so.
-        full = len(request.prompt) + len(request.output) >= self._max_context
-        over = full or len(request.output) >= request.sampling.max_tokens
-        return Output(request.seq, finish="length") if over else None
-
     def _overdue(self) -> list[Sequence]:
         now = self._clock()
         return [s for s in self._scheduler if s.request.deadline is not None and s.request.deadline <= now]
@@ -162,7 +149,7 @@ class BatchEngine:
         seq, sampling = sequence.request.seq, sequence.request.sampling
         if isinstance(token, Fault):
             self._scheduler.remove(seq, healthy=False)
-            return _error(seq, token)
+            return checks.failed(seq, token.code, token.message)
         if token in self._eos_ids and not sampling.ignore_eos:
             self._scheduler.remove(seq)
             return Output(seq, finish="stop")
@@ -171,7 +158,3 @@ class BatchEngine:
             return Output(seq, (token,))
         self._scheduler.remove(seq)
         return Output(seq, (token,), finish="length")
-
-
-def _error(seq: str, fault: Fault) -> Output:
-    return Output(seq, finish="error", error_code=fault.code, error=fault.message)

@@ -1,45 +1,36 @@
 """vLLM behind our protocol.
 
 vLLM steps by itself, in processes of its own (vllm_thread.py); step() here takes what it has brought and gives it what
-it has room for. It is given `slots` sequences and no more: who waits for a place waits here, in our order, and so the
+it has room for. It is given `slots` sequences and no more: who waits for a place waits here, under our policy, and the
 sequences it has begun are known, should it die of one.
 
-It cannot hold one sequence of its batch back: pause() ends it there, and resume() begins it again from its tokens.
+It cannot hold one sequence of its batch back: pause() ends it there, and resume() begins it again from its tokens. So
+does who must go for a higher lane.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from workers.engine import checks, vllm_setup
+from workers.engine.policy import Policy
 from workers.engine.protocol import Capabilities, Output, Request, Stats
+from workers.engine.sequence import Sequence
 from workers.engine.vllm_thread import Event, VllmThread
 from workers.engine.wire import EngineOptions
+
+if TYPE_CHECKING:
+    from workers.engine.build import EngineCard
 
 
 class VllmGoneError(RuntimeError):
     """vLLM has ended; what it had is to be resubmitted to another."""
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    request: Request
-    arrival: int
-    output: list[int] = field(default_factory=list)  # all of it, what earlier owners generated included
-    starts: int = 0  # in vLLM, since it was submitted
-    id: str = ""  # there, of the last start
-    paused: bool = False
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.request.priority, self.arrival
 
 
 class VllmEngine:
@@ -60,11 +51,14 @@ class VllmEngine:
         self._options = options
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
-        self._all: dict[str, _Sequence] = {}
-        self._waiting: list[_Sequence] = []
-        self._running: dict[str, _Sequence] = {}  # by their ids in vLLM
+        self._policy = Policy(options.slots)
+        self._all: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._running: dict[str, Sequence] = {}  # by their keys in vLLM
+        self._keys: dict[Sequence, str] = {}
         self._outputs: list[Output] = []
-        self._arrivals = self._generated = 0
+        self._to_admit = False  # who waits or who runs has changed
+        self._arrivals = self._starts = self._generated = self._preempted = 0
         self._last_token: float | None = None
         self._busy_since = 0.0  # time.monotonic(): since then vLLM has had something to do
 
@@ -77,7 +71,8 @@ class VllmEngine:
         if end is not None:
             self._outputs.append(end)
             return
-        sequence = _Sequence(request, self._arrivals, list(request.output))
+        need = len(request.prompt) + request.sampling.max_tokens
+        sequence = Sequence(request, self._arrivals, need, list(request.output))
         self._arrivals += 1
         self._all[request.seq] = sequence
         self._enqueue(sequence)
@@ -104,7 +99,7 @@ class VllmEngine:
             raise VllmGoneError(self._vllm.dead)
         self._expire()
         for event in self._vllm.take():
-            if sequence := self._running.get(event.id):  # else it was dropped meanwhile
+            if sequence := self._running.get(event.key):  # else it was dropped meanwhile
                 self._settle(sequence, event)
         self._admit()
         outputs, self._outputs = self._outputs, []
@@ -112,8 +107,8 @@ class VllmEngine:
 
     @property
     def idle(self) -> bool:
-        room = self._waiting and len(self._running) < self._options.slots
-        return not (self._outputs or self._vllm.has_events or room or any(map(self._is_overdue, self._all.values())))
+        news = self._outputs or self._to_admit or self._vllm.has_events
+        return not news and not any(map(self._is_overdue, self._all.values()))
 
     def stats(self) -> Stats:
         progress, running = self._vllm.progress, len(self._running)
@@ -128,26 +123,30 @@ class VllmEngine:
             generated_tokens=self._generated,
             prefilled_tokens=progress.prefilled,
             reused_tokens=progress.reused,
+            preempted=self._preempted,
             steps=progress.steps,
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,
             step_age_s=time.monotonic() - max(progress.heard, self._busy_since) if running else 0.0,
         )
 
-    def _enqueue(self, sequence: _Sequence) -> None:
-        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+        self._to_admit = True
 
-    def _vacate(self, sequence: _Sequence) -> None:
-        if self._running.pop(sequence.id, None):
-            self._vllm.drop(sequence.id)
+    def _vacate(self, sequence: Sequence) -> None:
+        if key := self._keys.pop(sequence, None):
+            del self._running[key]
+            self._vllm.drop(key)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+        self._to_admit = True
 
-    def _end(self, sequence: _Sequence, output: Output) -> None:
+    def _end(self, sequence: Sequence, output: Output) -> None:
         self._vacate(sequence)
         del self._all[output.seq]
         self._outputs.append(output)
 
-    def _is_overdue(self, sequence: _Sequence) -> bool:
+    def _is_overdue(self, sequence: Sequence) -> bool:
         deadline = sequence.request.deadline
         return deadline is not None and deadline <= self._clock()
 
@@ -156,20 +155,38 @@ class VllmEngine:
             self._end(sequence, Output(sequence.request.seq, finish="expired"))
 
     def _admit(self) -> None:
-        room = self._options.slots - len(self._running)
-        admitted, self._waiting = self._waiting[:room], self._waiting[room:]
-        if begun := [sequence.request.seq for sequence in admitted if not sequence.starts]:
-            self.on_begin(begun)
-        if admitted and not self._running:
-            self._busy_since = time.monotonic()
-        for sequence in admitted:
-            sequence.starts += 1
-            sequence.id = f"{sequence.request.seq}.{sequence.arrival}.{sequence.starts}"
-            self._running[sequence.id] = sequence
-            request = msgspec.structs.replace(sequence.request, output=tuple(sequence.output))
-            self._vllm.add(request, sequence.id)
+        self._to_admit = False
+        while sequence := self._policy.next(self._waiting, list(self._running.values())):
+            if not self._has_room_for(sequence):
+                break
+            self._waiting.remove(sequence)
+            self._policy.admitted(sequence, self._waiting)
+            self._start(sequence)
 
-    def _settle(self, sequence: _Sequence, event: Event) -> None:
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        if len(self._running) < self._options.slots:
+            return True
+        victims = self._policy.victims(sequence, list(self._running.values()))
+        if victims:
+            self._preempted += 1
+            self._vacate(victims[0])
+            self._enqueue(victims[0])
+        return bool(victims)
+
+    def _start(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if not sequence.entered:
+            sequence.entered = True
+            self.on_begin([request.seq])
+        if not self._running:
+            self._busy_since = time.monotonic()
+        self._starts += 1
+        key = f"{request.seq}.{self._starts}"
+        self._running[key] = sequence
+        self._keys[sequence] = key
+        self._vllm.add(msgspec.structs.replace(request, output=tuple(sequence.output)), key)
+
+    def _settle(self, sequence: Sequence, event: Event) -> None:
         seq, tokens, finish = sequence.request.seq, event.tokens, event.finish
         if finish == "stop" and tokens and tokens[-1] in self._eos_ids:
             tokens = tokens[:-1]  # vLLM shows the token that it stopped at
@@ -192,33 +209,29 @@ def _unsupported(request: Request) -> Output | None:
     return checks.failed(request.seq, checks.UNSUPPORTED, f"vLLM does not do: {names}") if names else None
 
 
-def load_engine(
-    folder: Path, max_context: int, vocab_size: int, eos_ids: Collection[int], options: EngineOptions, own: object
-) -> VllmEngine:
-    """Start vLLM on a model's folder; takes as long as its imports and the weights do. `own`: the card's options.
+def load_engine(folder: Path, card: EngineCard, options: EngineOptions) -> VllmEngine:
+    """Start vLLM on a model's folder; takes as long as its imports and the weights do.
 
     Raises ValueError for options it cannot have, and what vLLM raises when it does not start.
     """
-    vllm_options = msgspec.convert(own, vllm_setup.Options)
-    thread = start(folder, max_context, eos_ids, options, vllm_options)
-    return VllmEngine(thread, capabilities(max_context, vocab_size, options), options, eos_ids)
+    return VllmEngine(start(folder, card, options), capabilities(card, options), options, card.eos_token_ids)
 
 
-def start(
-    folder: Path, max_context: int, eos_ids: Collection[int], options: EngineOptions, own: vllm_setup.Options
-) -> VllmThread:
+def start(folder: Path, card: EngineCard, options: EngineOptions) -> VllmThread:
+    own = msgspec.convert(card.options, vllm_setup.Options)
     vllm_setup.prepare_environment(options)
-    longest = vllm_setup.context(max_context, options)
-    thread = VllmThread(partial(vllm_setup.sampling_params, max_context=longest, eos_ids=frozenset(eos_ids)))
-    thread.start(vllm_setup.engine_args(folder, max_context, options, own))
+    longest = vllm_setup.context(card.max_context, options)
+    eos_ids = frozenset(card.eos_token_ids)
+    thread = VllmThread(partial(vllm_setup.sampling_params, max_context=longest, eos_ids=eos_ids))
+    thread.start(vllm_setup.engine_args(folder, card.max_context, options, own))
     return thread
 
 
-def capabilities(max_context: int, vocab_size: int, options: EngineOptions) -> Capabilities:
+def capabilities(card: EngineCard, options: EngineOptions) -> Capabilities:
     return Capabilities(
         pause=False,
         keyed_sampling=False,
-        max_context=vllm_setup.context(max_context, options),
-        vocab_size=vocab_size,
+        max_context=vllm_setup.context(card.max_context, options),
+        vocab_size=card.vocab_size,
         prefix_cache=options.prefix_tokens > 0,
     )

@@ -1,8 +1,8 @@
 """Penalties of a sequence that goes on in vLLM.
 
-Presence and frequency count what was generated (OpenAI's definition). What was generated before a takeover, a pause or a
-crash is a part of the prompt to vLLM, which does not count it. This logits processor, in vLLM's worker process, counts
-both; it does the repetition penalty too, since that one comes first.
+Presence and frequency count what was generated (OpenAI's definition). What was generated before a takeover, a pause or
+a crash is a part of the prompt to vLLM, which does not count it. This logits processor, in vLLM's worker process,
+counts both; it does the repetition penalty too, since that one comes first.
 """
 
 from __future__ import annotations

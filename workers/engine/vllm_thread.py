@@ -30,7 +30,7 @@ _SHUTDOWN_S = 2.0
 class Event(NamedTuple):
     """What became of a sequence."""
 
-    id: str
+    key: str  # under which it was added
     tokens: Tokens = ()
     finish: str | None = None  # vLLM's words: "stop" | "length" | "abort" | "error" | ...
     error: tuple[str, str] | None = None  # code and message
@@ -89,13 +89,13 @@ class VllmThread:
         if error := started.popleft():
             raise error
 
-    def add(self, request: Request, id: str) -> None:
-        """Go on with a sequence under an id that was never used before."""
-        self._call(self._begin, request, id)
+    def add(self, request: Request, key: str) -> None:
+        """Go on with a sequence under a key that was never used before."""
+        self._call(self._begin, request, key)
 
-    def drop(self, id: str) -> None:
+    def drop(self, key: str) -> None:
         """End it there. Events that are under way may still come."""
-        self._call(self._cancel, id)
+        self._call(self._cancel, key)
 
     @property
     def has_events(self) -> bool:
@@ -133,39 +133,40 @@ class VllmThread:
                     self._die("vLLM's core process has ended")
         finally:
             self._llm.shutdown(timeout=_SHUTDOWN_S)
+            del self._llm  # here: its destructor does not work any more when the interpreter ends
 
     async def _stopped_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
         return self._stop.is_set()
 
-    def _begin(self, request: Request, id: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._generate(request, id), name=id)
-        self._tasks[id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+    def _begin(self, request: Request, key: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._generate(request, key), name=key)
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    def _cancel(self, id: str) -> None:
-        if task := self._tasks.get(id):
+    def _cancel(self, key: str) -> None:
+        if task := self._tasks.get(key):
             task.cancel()  # generate() tells the core
 
-    async def _generate(self, request: Request, id: str) -> None:
+    async def _generate(self, request: Request, key: str) -> None:
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             tokens = tokens_input([*request.prompt, *request.output], cache_salt=request.tenant or None)
             params = self._make_params(request)
-            async for output in self._llm.generate(tokens, params, id, priority=request.priority):
+            async for output in self._llm.generate(tokens, params, key, priority=request.priority):
                 choice = output.outputs[0]
-                self._put(Event(id, tuple(choice.token_ids), choice.finish_reason))
+                self._put(Event(key, tuple(choice.token_ids), choice.finish_reason))
         except EngineDeadError:
             self._die("vLLM's core process failed")
         except vllm_setup.client_errors() as error:
             log.warning("vLLM refuses a sequence: %s", type(error).__name__)
-            self._put(Event(id, error=("bad_request", f"vLLM refuses it: {type(error).__name__}.")))
+            self._put(Event(key, error=("bad_request", f"vLLM refuses it: {type(error).__name__}.")))
         except Exception as error:
             log.exception("vLLM fails a sequence")
-            self._put(Event(id, error=("engine_failed", f"vLLM failed: {type(error).__name__}.")))
+            self._put(Event(key, error=("engine_failed", f"vLLM failed: {type(error).__name__}.")))
 
     def _die(self, reason: str) -> None:
         self.dead = self.dead or reason

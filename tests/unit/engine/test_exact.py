@@ -14,8 +14,7 @@ from tests.unit.engine.conftest import OPTIONS
 from tests.unit.engine.driving import Record, drain
 from workers.engine.build import build_engine
 from workers.engine.linear import Linear
-from workers.engine.loop import BatchEngine
-from workers.engine.protocol import Request, SamplingParams
+from workers.engine.protocol import Engine, Request, SamplingParams
 
 EXACT = msgspec.structs.replace(OPTIONS, exact=True)
 needs_onednn = pytest.mark.skipif(
@@ -62,7 +61,7 @@ def _alone(folder: Path, requests: Sequence[Request]) -> list[list[int]]:
     return texts
 
 
-def _together(engine: BatchEngine, requests: Sequence[Request]) -> list[list[int]]:
+def _together(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     record = Record()
     for request in requests:
         engine.submit(request)

@@ -136,6 +136,7 @@ def test_the_models_own_end_token_ends_with_stop(tiny_folder: Path) -> None:
     tokens = run(build_engine(tiny_folder, OPTIONS), ask("a", sampling=greedy(40))).tokens["a"]
     end = tokens[9]
     model = build_engine(tiny_folder, OPTIONS)
+    assert isinstance(model, BatchEngine)
     model._eos_ids = frozenset({end})
     record = run(model, ask("a", sampling=SamplingParams(max_tokens=40, temperature=0)))
     assert record.tokens["a"] == tokens[: tokens.index(end)]
