@@ -88,12 +88,28 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
     sampling: Sampling = Sampling()
     choice: int = 0  # index among the choices of one request; part of the sampling key
 
+    @property
+    def kind(self) -> Kind:
+        return Kind.TEXT
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
 
 class EmbeddingSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="embedding"):
     """What an embedding job asks for: a vector for each input, in order."""
 
     inputs: tuple[tuple[int, ...], ...]  # token ids as the model reads them, special ones included
     dimensions: int = 0  # leading ones that are kept, the rest cut and the vector normalised again; 0 keeps all
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.EMBEDDING
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.inputs))
 
 
 class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -33,7 +33,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     kind: Kind
     engine: str  # "transformers" | "scripted"
-    max_context: int  # prompt + output tokens
+    max_context: int  # prompt + output tokens; of an embedding model those of one input
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token: str | None = None
@@ -43,6 +43,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str | None = None
     parameters: int | None = None
     created: int = 0  # unix seconds
+    dimensions: int = 0  # of an embedding model's vectors
     options: dict[str, Any] = {}  # for the engine
 
 

@@ -18,7 +18,7 @@ import time
 import msgspec
 
 from brokers.errors import BrokerUnavailable, StoreUnavailable, Unavailable
-from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, Webhook, new_job_id, nth_job_id
+from brokers.job import Job, Lane, Spec, State, Webhook, new_job_id, nth_job_id
 from producers.platform import Platform
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,9 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     model: str
     lane: Lane
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
+    spec: Spec
     expires_s: int
     metadata: dict[str, str] = {}
-    choice: int = 0
     start_ms: int | None = None  # `expires_s` counts from then
     webhook: Webhook | None = None
 
@@ -55,7 +53,7 @@ async def submit(platform: Platform, draft: Draft, job_id: str | None = None) ->
     A job that exists already under `job_id` is left as it is, and returned."""
     deadline = asyncio.get_running_loop().time() + _ANSWER_S
     job = _job(platform, draft, job_id or new_job_id(platform.settings.region))
-    sealed = platform.sealer.seal(job, TextSpec(draft.prompt_ids, draft.sampling, draft.choice))
+    sealed = platform.sealer.seal(job, draft.spec)
     try:
         if not await platform.store.create(job, sealed):
             return await platform.store.get(job.id) or job
@@ -102,7 +100,7 @@ def _job(platform: Platform, draft: Draft, job_id: str) -> Job:
     job = Job(
         id=job_id,
         tenant=draft.tenant,
-        kind=Kind.TEXT,
+        kind=draft.spec.kind,
         model=draft.model,
         lane=draft.lane,
         home=region,
@@ -111,7 +109,7 @@ def _job(platform: Platform, draft: Draft, job_id: str) -> Job:
         created_ms=now_ms,
         deadline_ms=(draft.start_ms or now_ms) + draft.expires_s * 1000,
         start_ms=draft.start_ms,
-        prompt_tokens=len(draft.prompt_ids),
+        prompt_tokens=draft.spec.prompt_tokens,
         metadata=draft.metadata,
     )
     if draft.webhook is None:

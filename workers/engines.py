@@ -15,12 +15,14 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+import msgspec
+
 from brokers import calls, connect
-from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream
+from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, Pushed
 from brokers.job import Failure, FinishReason, State
 from brokers.settings import Settings
 from workers.engine.host import EngineGone, EngineHost, EngineOptions, EngineStartError
-from workers.engine.protocol import Output, Request, Stats
+from workers.engine.protocol import Ask, Capabilities, EmbedRequest, Output, Stats
 from workers.isolation import PROBATION, Isolation
 
 log = logging.getLogger(__name__)
@@ -42,14 +44,14 @@ class Intent(Enum):
 class Run:
     """One job in an engine."""
 
-    def __init__(self, stream: OwnedStream, writer: ChunkWriter, request: Request) -> None:
+    def __init__(self, stream: OwnedStream, writer: ChunkWriter, request: Ask) -> None:
         self.stream = stream
         self.writer = writer
         self.request = request
         self.intent: Intent | None = None
         self.out_of_engine = threading.Event()
         self.begun = False  # in the engine's batch
-        self.since_submitted = 0  # tokens
+        self.since_submitted = 0  # positions
 
     @property
     def seq(self) -> str:
@@ -148,14 +150,15 @@ class ModelEngine:
             writer.begin(streams)
 
     def _on_outputs(self, outputs: list[Output]) -> None:
-        by_writer: dict[ChunkWriter, list[tuple[OwnedStream, tuple[int, ...], tuple[str, ...], Outcome | None]]] = {}
+        by_writer: dict[ChunkWriter, list[Pushed]] = {}
         with self._lock:
             found = [(run, output) for output in outputs if (run := self._runs.get(output.seq))]
             for run, output in found:
                 self._progress(run, output)
         for run, output in found:
             outcome = _outcome(output, run.intent) if output.finish else None
-            by_writer.setdefault(run.writer, []).append((run.stream, output.tokens, output.pieces, outcome))
+            pieces = output.vectors or output.pieces
+            by_writer.setdefault(run.writer, []).append((run.stream, output.tokens, pieces, outcome))
         for writer, pushed in by_writer.items():
             writer.push(pushed)
         for run, output in found:
@@ -164,7 +167,7 @@ class ModelEngine:
 
     def _progress(self, run: Run, output: Output) -> None:
         on_probation = run.since_submitted < PROBATION
-        run.since_submitted += len(output.tokens)
+        run.since_submitted += len(output.tokens) + len(output.vectors)
         if output.finish:
             del self._runs[run.seq]
         if output.finish or (on_probation and run.since_submitted >= PROBATION):
@@ -269,20 +272,11 @@ class ModelEngine:
                 self._host.pause(run.seq)
 
 
-def _resumed(run: Run) -> Request:
+def _resumed(run: Run) -> Ask:
     """The run's request, to go on after what it has."""
-    r = run.request
-    return Request(
-        seq=r.seq,
-        prompt=r.prompt,
-        output=tuple(run.stream.token_ids),
-        sampling=r.sampling,
-        choice=r.choice,
-        priority=r.priority,
-        deadline=r.deadline,
-        tenant=r.tenant,
-        weight=r.weight,
-    )
+    if isinstance(run.request, EmbedRequest):
+        return msgspec.structs.replace(run.request, done=run.stream.pos)
+    return msgspec.structs.replace(run.request, output=tuple(run.stream.token_ids))
 
 
 def _outcome(output: Output, intent: Intent | None) -> Outcome | None:

@@ -14,12 +14,12 @@ import time
 from typing import Any
 
 from brokers import calls, connect, entries
-from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream
+from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, VectorStream
 from brokers.envelope import Envelope
 from brokers.errors import SealBroken, UnknownSealKey
-from brokers.job import Content, Failure, FinishReason, Job, Lane, State, TextSpec
+from brokers.job import Content, Failure, FinishReason, Job, Kind, Lane, Spec, State, TextSpec
 from brokers.seal import first_generation
-from workers.engine.protocol import Request, SamplingParams
+from workers.engine.protocol import Ask, EmbedRequest, Request, SamplingParams
 from workers.engines import Intent, ModelEngine, Run
 from workers.runtime import Runtime
 
@@ -79,7 +79,8 @@ class Runner:
         if not isinstance(claimed, calls.Claimed):
             return _nothing_to_do(claimed)
         keys, settings = calls.keys(job, self._runtime.settings.partitions), self._runtime.settings
-        stream = OwnedStream(job, keys, token, remake=calls.create(job, claimed.sealed, keys, settings))
+        remake = calls.create(job, claimed.sealed, keys, settings)
+        stream = (VectorStream if job.kind is Kind.EMBEDDING else OwnedStream)(job, keys, token, remake)
         return self._generate(stream, writer, claimed)
 
     # --- claiming ---------------------------------------------------------------------------------------------
@@ -126,9 +127,9 @@ class Runner:
     def _generate(self, stream: OwnedStream, writer: ChunkWriter, claimed: calls.Claimed) -> str:
         writer.add(stream)  # its lease is renewed from here on
         engine = self._runtime.engines.get(stream.job.model)
-        refusal = None if engine else Failure("unknown_model", "This worker does not serve the job's model.")
+        refusal = self._refusal(stream.job)
         request = None
-        if engine:
+        if engine and refusal is None:
             try:
                 request, refusal = self._prepare(stream, writer, claimed)
             except HandedBackError:
@@ -143,9 +144,17 @@ class Runner:
         engine.submit(run, suspect=claimed.suspect)
         return self._wait(engine, run)
 
+    def _refusal(self, job: Job) -> Failure | None:
+        card = self._runtime.cards.get(job.model)
+        if card is None:
+            return Failure("unknown_model", "This worker does not serve the job's model.")
+        if card.kind is not job.kind:
+            return Failure("unsupported_model", f"The job's model is of kind {card.kind}, the job of kind {job.kind}.")
+        return None
+
     def _prepare(
         self, stream: OwnedStream, writer: ChunkWriter, claimed: calls.Claimed
-    ) -> tuple[Request | None, Failure | None]:
+    ) -> tuple[Ask | None, Failure | None]:
         job = stream.job
         try:
             spec = self._runtime.sealer.open(first_generation(job), claimed.sealed)
@@ -155,7 +164,7 @@ class Runner:
             log.error("job %s: %s", job.id, error.message)
             return None, Failure(error.code, "The job's sealed request cannot be opened.")
         except LostContentError:
-            return None, Failure("stream_lost", "Text that was delivered is no longer in the store.")
+            return None, Failure("stream_lost", "What was delivered is no longer in the store.")
         return _request(job, spec), None
 
     def _wait(self, engine: ModelEngine, run: Run) -> str:
@@ -178,7 +187,7 @@ class Runner:
 
     def _release(self, run: Run) -> None:
         stream, writer = run.stream, run.writer
-        if stream.durable < len(stream.token_ids):
+        if stream.waiting:
             return  # the writer is at it; what it cannot write in time another worker generates again
         writer.remove(stream)
         call = calls.release(stream.job, stream.keys, stream.token, self._runtime.settings)
@@ -208,13 +217,13 @@ class LostContentError(Exception):
 def _restore(stream: OwnedStream, rows: list[entries.Row], pos: int) -> None:
     """Take up what earlier owners delivered."""
     token_ids: list[int] = []
-    pieces: list[str] = []
+    pieces: list[Any] = []
     for entry_id, raw in rows:
         entry = entries.parse(entry_id, raw)
-        if isinstance(entry, Content) and entry.start == len(token_ids):
+        if isinstance(entry, Content) and entry.start == len(pieces):
             token_ids += entry.token_ids
-            pieces += _pieces(entry)
-    if len(token_ids) != pos:
+            pieces += entries.split(entry) if entry.vectors else _pieces(entry)
+    if len(pieces) != pos:
         raise LostContentError
     stream.restore(token_ids, pieces)
 
@@ -224,7 +233,20 @@ def _pieces(entry: Content) -> list[str]:
     return [entry.text[start:end] for start, end in zip(starts, entry.offsets, strict=True)]
 
 
-def _request(job: Job, spec: TextSpec) -> Request:
+def _request(job: Job, spec: Spec) -> Ask:
+    if isinstance(spec, TextSpec):
+        return _text_request(job, spec)
+    return EmbedRequest(
+        seq=job.id,
+        inputs=spec.inputs,
+        dimensions=spec.dimensions,
+        priority=_PRIORITY[job.lane],
+        deadline=job.deadline_ms / 1000,
+        tenant=job.tenant,
+    )
+
+
+def _text_request(job: Job, spec: TextSpec) -> Request:
     s = spec.sampling
     sampling = SamplingParams(
         max_tokens=s.max_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 from celery import Task, shared_task
@@ -42,8 +43,8 @@ class JobRequest(Request):
         return revoked
 
 
-def generate_text(self: Task, **kwargs: Any) -> str:
-    """Generate a job's text. The result is a word for Flower; what was generated is in the stream."""
+def generate(self: Task, **kwargs: Any) -> str:
+    """Run a job of any kind. The result is a word for Flower; what was generated is in the stream."""
     worker = runtime.current()
     if worker is None:
         raise Reject("this process has no engine", requeue=True)
@@ -63,7 +64,5 @@ def generate_text(self: Task, **kwargs: Any) -> str:
     return state
 
 
-for _version in names.ACCEPTED:
-    shared_task(name=names.task(Kind.TEXT, _version), bind=True, throws=(JobFailedError,), Request=JobRequest)(
-        generate_text
-    )
+for _kind, _version in product((Kind.TEXT, Kind.EMBEDDING), names.ACCEPTED):
+    shared_task(name=names.task(_kind, _version), bind=True, throws=(JobFailedError,), Request=JobRequest)(generate)

@@ -95,11 +95,9 @@ async def _draft(platform: Platform, held: Held) -> Draft:
         tenant=old.tenant,
         model=old.model,
         lane=old.lane,
-        prompt_ids=spec.prompt_ids,
-        sampling=spec.sampling,
+        spec=spec,
         expires_s=min(_lifetime_s(old), platform.settings.max_expires_s),
         metadata=record.metadata if record else {},
-        choice=spec.choice,
         webhook=platform.sealer.open_webhook(old, old.webhook) if old.webhook else None,
     )
 

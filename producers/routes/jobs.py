@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from brokers.errors import JobNotFound, StreamGap, StreamGone
-from brokers.job import Job, Kind, State, home_of
+from brokers.job import Job, Kind, State, TextSpec, home_of
 from brokers.keys import Principal
 from brokers.models import Model
 from brokers.views import JobView, Result, view
@@ -125,8 +125,7 @@ async def _draft(platform: Platform, principal: Principal, body: JobRequest) -> 
         tenant=principal.tenant,
         model=model.card.name,
         lane=body.lane,
-        prompt_ids=fit.ids,
-        sampling=sampling(body, fit.max_tokens, new_seed()),
+        spec=TextSpec(fit.ids, sampling(body, fit.max_tokens, new_seed())),
         expires_s=expires_s(platform.settings, body),
         metadata=body.metadata or {},
         start_ms=start_ms(platform.settings, body, time.time()),

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from brokers.job import TextSpec
 from brokers.keys import Principal
 from brokers.models import Model
 from producers import prompts
@@ -126,10 +127,8 @@ def _drafts(
             tenant=principal.tenant,
             model=model.card.name,
             lane=body.lane,
-            prompt_ids=fit.ids,
-            sampling=sampling(body, fit.max_tokens, seed),
+            spec=TextSpec(fit.ids, sampling(body, fit.max_tokens, seed), choice),
             expires_s=min(OPENAI_EXPIRES_S, platform.settings.max_expires_s),
-            choice=choice,
         )
         for fit in fits
         for choice in range(body.n or 1)

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from workers.engine.embedding import EmbeddingEngine, Encoder
 from workers.engine.loop import BatchEngine, BatchModel
-from workers.engine.protocol import Engine
+from workers.engine.protocol import Embedder, Engine
 from workers.engine.wire import EngineOptions
 
 _EXCHANGEABLE = frozenset({"transformers", "vllm"})  # they read the same weights
@@ -20,6 +21,7 @@ class EngineCard(msgspec.Struct, frozen=True):
 
     engine: str
     max_context: int
+    kind: str = "text"
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
     options: dict[str, Any] = {}
@@ -72,3 +74,26 @@ def build_model(folder: Path, card: EngineCard, options: EngineOptions) -> Batch
 
         return load_model(folder, card, options)
     raise ValueError(f"{folder} asks for an engine named {card.engine!r}; there are transformers, vllm and scripted")
+
+
+def makes_vectors(folder: Path) -> bool:
+    """Whether the folder's model is for build_embedder, not for build_engine."""
+    return read_card(folder).kind == "embedding"
+
+
+def build_embedder(folder: Path, options: EngineOptions) -> Embedder:
+    """The engine of an embedding model, loaded and warm. ValueError when the card names none that there is."""
+    return EmbeddingEngine(_encoder(folder, read_card(folder), options))
+
+
+def _encoder(folder: Path, card: EngineCard, options: EngineOptions) -> Encoder:
+    if card.engine == "scripted":
+        from workers.engine.scripted import Options
+        from workers.engine.scripted_encoder import ScriptedEncoder
+
+        return ScriptedEncoder(load_tokenizer(folder), card.max_context, msgspec.convert(card.options, Options))
+    if card.engine == "transformers":
+        from workers.engine.encoder import load_encoder
+
+        return load_encoder(folder, card, options)
+    raise ValueError(f"{folder} asks for an engine named {card.engine!r}; vectors come from transformers and scripted")

@@ -11,13 +11,14 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from workers.engine import wire
-from workers.engine.build import build_engine, load_tokenizer
+from workers.engine.build import build_embedder, build_engine, load_tokenizer, makes_vectors
 from workers.engine.lifeline import die_with_parent
-from workers.engine.protocol import Engine, Output
+from workers.engine.protocol import Output, Request, Serving
 from workers.engine.text import TextStage
 from workers.engine.wire import EngineOptions
 
@@ -26,9 +27,9 @@ _RECEIVE = 1 << 18
 
 
 class Child:
-    """One engine and its channel to the parent."""
+    """One engine and its channel to the parent; around an engine that writes text, its text stage."""
 
-    def __init__(self, engine: Engine, text: TextStage, channel: socket.socket) -> None:
+    def __init__(self, engine: Serving[Any], text: TextStage | None, channel: socket.socket) -> None:
         self._engine = engine
         engine.on_begin = lambda seqs: self._tell(wire.Begun(seqs))
         self._text = text
@@ -48,7 +49,10 @@ class Child:
             self._report_stats()
 
     def _step(self) -> list[Output]:
-        released, stopped = self._text.feed(self._engine.step())
+        outputs = self._engine.step()
+        if self._text is None:
+            return outputs
+        released, stopped = self._text.feed(outputs)
         for seq in stopped:
             self._engine.abort(seq)
         return released
@@ -66,7 +70,8 @@ class Child:
     def _obey(self, command: wire.Command) -> None:
         match command:
             case wire.Submit(request):
-                self._text.open(request)
+                if self._text and isinstance(request, Request):
+                    self._text.open(request)
                 self._engine.submit(request)
             case wire.Abort(seq):
                 self._engine.abort(seq)
@@ -92,9 +97,11 @@ def main(folder: str, options: str, fd: str, parent: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and the parent decides
     channel = socket.socket(fileno=int(fd))
     path = Path(folder)
-    engine = build_engine(path, msgspec.json.decode(options, type=EngineOptions))
+    asked = msgspec.json.decode(options, type=EngineOptions)
+    vectors = makes_vectors(path)
+    engine: Serving[Any] = build_embedder(path, asked) if vectors else build_engine(path, asked)
     try:
-        Child(engine, TextStage(load_tokenizer(path)), channel).serve()
+        Child(engine, None if vectors else TextStage(load_tokenizer(path)), channel).serve()
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(1)  # the parent is gone
 

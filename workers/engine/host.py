@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from workers.engine import wire
-from workers.engine.protocol import Capabilities, Output, Request, Stats
+from workers.engine.protocol import Ask, Capabilities, Output, Stats
 from workers.engine.wire import EngineOptions
 
 __all__ = ["EngineGone", "EngineHost", "EngineOptions", "EngineStartError"]
@@ -75,7 +75,7 @@ class EngineHost:
             self._life = _Life(self._folder, self._options, self._told)
             return self._life.begin(timeout)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Ask) -> None:
         """Hand a sequence over; never waits for the engine.
 
         Raises EngineGone, and ValueError or TypeError for a request that cannot be sent (a seed beyond 64 bits, say).

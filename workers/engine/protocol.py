@@ -8,7 +8,7 @@ in one thread of a process of its own: nothing here needs a lock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
-class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """One sequence to generate."""
 
     seq: str  # unique among the live sequences of this engine
@@ -45,12 +45,29 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float = 1.0  # of the tenant's share of slots
 
 
+class EmbedRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
+    """Inputs to make vectors of."""
+
+    seq: str  # unique among the live ones of this engine
+    inputs: tuple[Tokens, ...]  # none of them empty
+    done: int = 0  # leading inputs that have their vectors already, by whomever
+    dimensions: int = 0  # leading ones kept, the rest cut and the vector normalised again; 0 keeps all
+    priority: int = 0  # as a Request has them
+    deadline: float | None = None
+    tenant: str = ""
+    weight: float = 1.0
+
+
+Ask = Request | EmbedRequest
+
+
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one step brought to one sequence."""
 
     seq: str
     tokens: Tokens = ()  # new ones, in order; raw tokens from an engine, released ones (see text.py) from the host
     pieces: tuple[str, ...] = ()  # the text of each token; filled in by text.py
+    vectors: tuple[bytes, ...] = ()  # of an embedding engine: of the next inputs, in order; little-endian float32
     finish: str | None = None  # "stop" | "length" | "expired" | "cancelled" | "error"; the last Output of a sequence
     error_code: str | None = None  # with finish "error": "bad_token" | "context_exceeded" | "engine_failed" | ...
     error: str | None = None  # one sentence; never the prompt
@@ -83,7 +100,10 @@ class Stats(msgspec.Struct, frozen=True):
     step_age_s: float = 0.0  # how long the step in hand takes, where step() is not what makes it
 
 
-class Engine(Protocol):
+AskT_contra = TypeVar("AskT_contra", contravariant=True)
+
+
+class Serving(Protocol[AskT_contra]):
     """One model on one device."""
 
     on_begin: Callable[[list[str]], None]
@@ -96,7 +116,7 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: AskT_contra) -> None:
         """Take a sequence. A bad one ends by itself: its next Output has finish="error"; nothing raises."""
 
     def abort(self, seq: str) -> None:
@@ -118,3 +138,11 @@ class Engine(Protocol):
         """True when step() would do nothing."""
 
     def stats(self) -> Stats: ...
+
+
+class Engine(Serving[Request], Protocol):
+    """Of a model that writes text."""
+
+
+class Embedder(Serving[EmbedRequest], Protocol):
+    """Of a model that makes vectors."""

