@@ -63,6 +63,10 @@ class Model:
         # The batch form leaves out the offsets, which takes a third off the time.
         return tuple(self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
+    def encode_all(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Token ids of each text, as `encode` gives them."""
+        return [tuple(encoded.ids) for encoded in self.tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
+
     def encode_chat(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the assistant's answer. Raises PromptRejected."""
         if self._template is None:

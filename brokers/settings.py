@@ -48,6 +48,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    max_embedding_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20  # many inputs in one request
     max_prompt_chars: Annotated[int, Field(ge=1)] = 1 << 18  # checked before tokenizing, which costs time per char
     publish_timeout_s: Annotated[float, Field(gt=0, le=1.5)] = 1.2  # a 503 is owed within 1.5 s
     store_timeout_s: Annotated[float, Field(gt=0)] = 1.2  # likewise

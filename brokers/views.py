@@ -9,9 +9,10 @@ from brokers.job import Failure, FinishReason, Job, Kind, Lane, State, Usage
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job that has ended wrote."""
+    """What a job that has ended wrote: the text, or the embeddings of its inputs, in order."""
 
-    text: str
+    text: str | UnsetType = UNSET
+    embeddings: list[list[float] | str] | UnsetType = UNSET  # numbers, or base64 of little-endian float32
     finish_reason: FinishReason | None
 
 
@@ -44,7 +45,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     start_at: float | UnsetType = UNSET
     expires_at: float
     attempt: int
-    position: int  # content tokens in the stream so far
+    position: int  # content in the stream so far: tokens, or inputs
     urls: Urls
     stream: StreamPlace
     metadata: dict[str, str] = {}

@@ -27,13 +27,14 @@ from producers.front import Front, as_problem
 from producers.pages import add_docs
 from producers.platform import Platform
 from producers.problems import Problem
-from producers.routes import dead, events, jobs, keys, openai, operations, usage, webhooks
+from producers.routes import dead, embeddings, events, jobs, keys, openai, operations, usage, webhooks
 
-_PLAIN = (*jobs.PLAIN, *events.PLAIN, *openai.PLAIN)
+_PLAIN = (*jobs.PLAIN, *events.PLAIN, *openai.PLAIN, *embeddings.PLAIN)
 _STRUCTS = (
     *jobs.STRUCTS,
     *events.STRUCTS,
     *openai.STRUCTS,
+    *embeddings.STRUCTS,
     *keys.STRUCTS,
     *operations.STRUCTS,
     *usage.STRUCTS,

@@ -56,7 +56,7 @@ def check_text(text: str, param: str) -> None:
 def _check_headers(request: Request, max_bytes: int) -> None:
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+        raise too_large(max_bytes)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise Problem("unsupported_encoding", f"Content-Encoding {encoding[:40]!r} is not taken here")
@@ -75,12 +75,12 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
         more = message.get("more_body", False)
         size += len(part)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise too_large(max_bytes)
         parts.append(part)
     return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> Problem:
+def too_large(max_bytes: int) -> Problem:
     return Problem("body_too_large", f"the body has more than {max_bytes} bytes")
 
 

@@ -11,6 +11,8 @@ INLINE_CHARS = 4096  # longer prompts are tokenized in a thread (about 0.2 ms of
 CHOICES = 8  # `n`
 PROMPTS = 16  # in one completion request
 SEQUENCES = 32  # prompts x n
+INPUTS = 2048  # of one embedding request; OpenAI's own limit, as is the next
+INPUT_TOKENS = 300_000  # all of them together
 STOPS = 16
 STOP_CHARS = 256
 

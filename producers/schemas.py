@@ -61,13 +61,16 @@ class WebhookRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class JobRequest(SamplingFields, kw_only=True, frozen=True):
-    """A job. Give `prompt` or `messages`."""
+    """A job. Give a text model `prompt` or `messages`, an embedding model `input`."""
 
     model: Annotated[str, Meta(min_length=1, max_length=128)]
     kind: Kind | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    input: msgspec.Raw | UnsetType = UNSET
+    input: str | list[str | int | list[int]] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Of each embedding; all when not given")] | None = (
+        None
+    )
     max_tokens: Count | None = None
     lane: Lane = Lane.STANDARD
     expires_in: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Seconds it may take, from its start")] | None = (

@@ -1,20 +1,25 @@
-"""A job's whole text, read from its stream."""
+"""What a job wrote, whole, read from its stream: a text, or vectors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TypeVar
 
 import msgspec
 
+from brokers import entries
 from brokers.chunk_reader import ChunkReader
 from brokers.errors import StreamGap, StreamGone
-from brokers.job import Content, Control, Entry, FinishReason, Job, State, Usage
+from brokers.job import Content, Control, Entry, FinishReason, Job, Kind, State, Usage
 from brokers.views import Result
 from producers.limits import REPLAY_S
 from producers.tails import is_end
+from producers.vectors import Encoding, encode
 
 log = logging.getLogger(__name__)
+
+WholeT = TypeVar("WholeT", bound="Text | Vectors")
 
 
 class End(msgspec.Struct, frozen=True):
@@ -43,30 +48,58 @@ class Text:
             self._parts.clear()
 
     @property
-    def result(self) -> Result:
-        return Result(text="".join(self._parts), finish_reason=self.end.finish_reason if self.end else None)
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    async def result(self, encoding: Encoding) -> Result:
+        return Result(text=self.text, finish_reason=self.end.finish_reason if self.end else None)
+
+
+class Vectors:
+    """What the stream of an embedding job has brought so far."""
+
+    def __init__(self) -> None:
+        self.vectors: list[bytes] = []
+        self.end: End | None = None
+
+    def add(self, entry: Entry) -> None:
+        if isinstance(entry, Content):
+            self.vectors += entries.split(entry)
+        elif is_end(entry):
+            self.end = end_of(entry)
+        elif entry.kind == "restarted":
+            self.vectors.clear()
+
+    async def result(self, encoding: Encoding) -> Result:
+        embeddings = await encode(self.vectors, encoding)
+        return Result(embeddings=embeddings, finish_reason=self.end.finish_reason if self.end else None)
 
 
 def end_of(entry: Control) -> End:
     return msgspec.convert(entry.data, End)
 
 
-async def read(reader: ChunkReader, job: Job) -> Text:
-    """The text up to the stream's end, waiting for it. Raises StreamGone, StreamGap."""
-    text = Text()
+async def read(reader: ChunkReader, job: Job) -> Text | Vectors:
+    """All up to the stream's end, waiting for it. Raises StreamGone, StreamGap."""
+    return await read_into(Vectors() if job.kind is Kind.EMBEDDING else Text(), reader, job)
+
+
+async def read_into(whole: WholeT, reader: ChunkReader, job: Job) -> WholeT:
+    """As `read`, of a job whose kind is known."""
     async for batch in reader.tail_batches(job):
         for entry in batch:
-            text.add(entry)
-    return text
+            whole.add(entry)
+    return whole
 
 
-async def replay(reader: ChunkReader, job: Job) -> Result | None:
+async def replay(reader: ChunkReader, job: Job, encoding: Encoding) -> Result | None:
     """The result of a job that has ended; None when its stream is not there any more."""
     if job.state is State.WITHDRAWN:
         return None
     try:
         async with asyncio.timeout(REPLAY_S):
-            return (await read(reader, job)).result
+            whole = await read(reader, job)
     except (StreamGone, StreamGap, TimeoutError) as error:
-        log.warning("the text of job %s cannot be read: %s", job.id, type(error).__name__)
+        log.warning("what job %s wrote cannot be read: %s", job.id, type(error).__name__)
         return None
+    return await whole.result(encoding)

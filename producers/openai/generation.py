@@ -1,69 +1,37 @@
 """A request of OpenAI's answered by jobs: one job a choice, whole or as a stream.
 
-A reader that goes away takes its jobs with it, `reader_grace_s` later, unless its request has an Idempotency-Key: then
-others may be reading them, and it may come back for them. A stream that breaks ends in an error frame and
-without [DONE], so that it never looks finished.
+A stream that breaks ends in an error frame and without [DONE], so that it never looks finished.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from brokers.errors import LingbotError
-from brokers.job import Content, Entry, Job, State, Usage
+from brokers.job import Content, Entry, Usage
 from producers import problems, sse
-from producers.attendance import GoingAway, ReaderGone, attended, cancel_after_grace
-from producers.idempotency import REPLAYED
 from producers.openai.replies import Shape, total
-from producers.platform import Platform
+from producers.openai.waiting import Waiting, succeeded
 from producers.problems import Problem
 from producers.replies import reply
-from producers.submission import cancel_all
 from producers.tails import Tails, is_end
 from producers.texts import End, Text, end_of
 
-_NO_RETRY = {"x-should-retry": "false"}  # the openai client would send a finished failure again, twice
 
+class Generation(Waiting, frozen=True, kw_only=True):
+    """The jobs of one request, job i for choice i, and how their text is worded."""
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """The jobs of one request, and how their text is worded."""
-
-    platform: Platform
-    jobs: list[Job]  # job i is choice i
     choices_per_prompt: int
     shape: Shape
     include_usage: bool = False
-    keyed: bool = False  # the request has an Idempotency-Key
-    replayed: bool = False  # and is not the first with it
-
-    @property
-    def headers(self) -> dict[str, str]:
-        jobs = {"X-Lingbot-Jobs": ",".join(job.id for job in self.jobs)}
-        return jobs | (REPLAYED if self.replayed else {})
-
-    def abandon(self, *, grace: bool = False) -> None:
-        """Nobody reads on: the jobs need not either."""
-        if not self.keyed:
-            self.platform.later((cancel_after_grace if grace else cancel_all)(self.platform, self.jobs))
 
 
 async def whole(request: Request, generation: Generation) -> Response:
     """The answer once every job has ended."""
-    platform = generation.platform
-    try:
-        texts = await attended(_read_all(generation), request.receive, platform)
-    except ReaderGone:
-        generation.abandon(grace=True)
-        raise
-    except (GoingAway, LingbotError, Problem) as error:
-        generation.abandon()
-        if isinstance(error, GoingAway):
-            raise Problem("shutting_down", "this server ends before the answer is whole") from None
-        raise
+    texts = await generation.result(request, _read_all(generation))
     usage = total([end.usage for _, end in texts], generation.choices_per_prompt)
     answer = generation.shape.whole([(text, end.finish_reason) for text, end in texts], usage)
     return reply(answer, headers=generation.headers)
@@ -93,10 +61,10 @@ async def _read_all(generation: Generation) -> list[tuple[str, End]]:
             for index, entry in await tails.take(generation.platform.settings.heartbeat_s):
                 texts[index].add(entry)
                 if is_end(entry):
-                    _succeeded(end_of(entry))
+                    succeeded(end_of(entry))
     finally:
         await tails.close()
-    return [(text.result.text, text.end) for text in texts if text.end]
+    return [(text.text, text.end) for text in texts if text.end]
 
 
 async def _tails(generation: Generation) -> Tails:
@@ -127,7 +95,7 @@ def _frame(shape: Shape, usages: dict[int, Usage], index: int, entry: Entry) -> 
     if isinstance(entry, Content):
         return sse.data(shape.text(index, entry.text)) if entry.text else b""
     if is_end(entry):
-        end = _succeeded(end_of(entry))
+        end = succeeded(end_of(entry))
         usages[index] = end.usage
         return sse.data(shape.finish(index, end.finish_reason))
     if entry.kind == "restarted":
@@ -140,17 +108,3 @@ def _last_frames(generation: Generation, usages: dict[int, Usage]) -> bytes:
         return sse.DONE
     usage = total([usages[index] for index in range(len(generation.jobs))], generation.choices_per_prompt)
     return sse.data(generation.shape.usage(usage)) + sse.DONE
-
-
-def _succeeded(end: End) -> End:
-    """Raises Problem for an end that is no answer."""
-    match end.status:
-        case State.SUCCEEDED:
-            return end
-        case State.CANCELLED:
-            raise Problem("job_cancelled", "the job was cancelled", headers=_NO_RETRY)
-        case State.EXPIRED:
-            raise Problem("job_expired", "the job's deadline passed before it ended", headers=_NO_RETRY)
-        case _:
-            why = (end.error or {}).get("message") or "the engine gave no reason"
-            raise Problem("generation_failed", f"the generation failed: {why}", headers=_NO_RETRY)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from brokers import entries
 from brokers.errors import LingbotError
 from brokers.job import Content, Control, Entry, Job
 from producers import problems, sse
@@ -18,9 +19,19 @@ from producers.limits import FIRST_LOOK_S
 from producers.platform import platform_of
 from producers.problems import Problem
 from producers.tails import Tails, is_end
+from producers.vectors import ENCODING, Embedding, Encoding, encoded, encoding_asked
 
 _CURSOR = re.compile(r"\d{1,15}\Z", re.ASCII)
 _INDEX = 0  # native jobs have one choice
+
+
+class EmbeddingData(msgspec.Struct, frozen=True):
+    """Event `embedding`: the vectors of inputs `start` + 1 to `pos`, which is also the event's id."""
+
+    pos: int
+    start: int
+    embeddings: list[Embedding]
+    index: int = _INDEX
 
 
 class TokenData(msgspec.Struct, frozen=True):
@@ -35,7 +46,7 @@ async def stream_events(request: Request) -> sse.EventStream:
     platform = platform_of(request)
     principal = await authorize(request, Right.READ)
     job_id = request.path_params["job_id"]
-    after = _cursor(request)
+    after, encoding = _cursor(request), encoding_asked(request)
     job = await platform.job(principal, job_id)
     _check_reach(job, after)
     home = await platform.home(job_id)
@@ -46,22 +57,27 @@ async def stream_events(request: Request) -> sse.EventStream:
     except BaseException:
         await tails.close()
         raise
-    return sse.EventStream(tails, _frames(tails, first, platform.settings.heartbeat_s), platform)
+    return sse.EventStream(tails, _frames(tails, first, platform.settings.heartbeat_s, encoding), platform)
 
 
-async def _frames(tails: Tails, ready: list[tuple[int, Entry]], heartbeat_s: float) -> AsyncIterator[bytes]:
+async def _frames(
+    tails: Tails, ready: list[tuple[int, Entry]], heartbeat_s: float, encoding: Encoding
+) -> AsyncIterator[bytes]:
     """Chunks of frames; everything that is ready goes in one."""
     try:
-        yield sse.RETRY + b"".join(_frame(entry) for _, entry in ready)
+        yield sse.RETRY + b"".join(_frame(entry, encoding) for _, entry in ready)
         while not tails.ended:
             ready = await tails.take(heartbeat_s)
-            yield b"".join(_frame(entry) for _, entry in ready) or sse.HEARTBEAT
+            yield b"".join(_frame(entry, encoding) for _, entry in ready) or sse.HEARTBEAT
     except LingbotError as error:
         problem = problems.of(error)
         yield sse.event("error", {"code": problem.code, "message": problem.detail, "index": _INDEX})
 
 
-def _frame(entry: Entry) -> bytes:
+def _frame(entry: Entry, encoding: Encoding) -> bytes:
+    if isinstance(entry, Content) and entry.vectors:
+        embeddings = encoded(entries.split(entry), encoding)
+        return sse.event("embedding", EmbeddingData(entry.pos, entry.start, embeddings), cursor=entry.pos)
     if isinstance(entry, Content):
         return sse.event("token", TokenData(entry.pos, entry.text), cursor=entry.pos)
     if is_end(entry):
@@ -115,13 +131,15 @@ PLAIN = (
             "tags": ["jobs"],
             "operationId": "stream_events",
             "summary": "Stream Events",
-            "description": "The job's text as it comes. Events: `token` `{pos, text, index}`, `progress` `{pos, kind, "
-            "index, ...}`, `error` `{code, message, index}`, and last `end` `{pos, status, finish_reason, usage, "
-            "digest, index}`. The id of an event is its position: send it as `Last-Event-ID` or `?after=` to go on "
+            "description": "What the job writes, as it comes. Events: of a text `token` `{pos, text, index}`, of an "
+            "embedding job `embedding` `{pos, start, embeddings, index}`, and of both `progress` `{pos, kind, index, "
+            "...}`, `error` `{code, message, index}`, and last `end` `{pos, status, finish_reason, usage, digest, "
+            "index}`. The id of an event is its position: send it as `Last-Event-ID` or `?after=` to go on "
             "from there, on any server. Close the connection on `end`; an EventSource would connect again.",
             "parameters": [
                 path("job_id", "The job's id"),
                 query("after", "integer", "Go on after this position", minimum=0),
+                query("encoding_format", "string", ENCODING, enum=list(Encoding)),
                 header("Last-Event-ID", "As `after`, and wins over it"),
             ],
             "responses": {
@@ -131,4 +149,4 @@ PLAIN = (
         },
     ),
 )
-STRUCTS = (TokenData,)
+STRUCTS = (TokenData, EmbeddingData)

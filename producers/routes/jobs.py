@@ -13,23 +13,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from brokers.errors import JobNotFound, StreamGap, StreamGone
-from brokers.job import Job, Kind, State, TextSpec, home_of
+from brokers.job import Job, Kind, State, home_of
 from brokers.keys import Principal
-from brokers.models import Model
 from brokers.views import JobView, Result, view
-from producers import prompts, texts
+from producers import texts
 from producers.attendance import GoingAway, ReaderGone, attended
 from producers.auth import Reader, Right, Submitter, authorize
-from producers.bodies import decode, read
-from producers.documents import BODY, PROMPT, PUBLISH, Plain, answer, body_of, failures, header
+from producers.bodies import decode, read, too_large
+from producers.documents import BODY, PROMPT, PUBLISH, Plain, answer, body_of, failures, header, query
 from producers.idempotency import KEY, ONCE, REPLAYED, once, submit_once
-from producers.limits import DEFAULT_MAX_TOKENS, PAGE, PAGE_MOST, SCAN_MOST
+from producers.limits import PAGE, PAGE_MOST, SCAN_MOST
 from producers.platform import Platform, platform_of
 from producers.problems import Problem
 from producers.replies import reply
 from producers.schedules import expires_s, start_ms
-from producers.schemas import JobPage, JobRequest, conversation, sampling
-from producers.submission import Draft, new_seed
+from producers.schemas import JobPage, JobRequest
+from producers.specs import spec_of
+from producers.submission import Draft
+from producers.vectors import ENCODING, Encoding, encoding_asked
 from producers.webhooks import checked
 
 router = APIRouter(tags=["jobs"])
@@ -42,23 +43,31 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
 async def create_job(request: Request) -> Response:
     platform = platform_of(request)
     principal = await authorize(request, Right.SUBMIT)
-    body = decode(_decoder, await read(request, platform.settings.max_body_bytes))
-    wait_s = min(_wait_asked(request), platform.settings.wait_max_s)
+    raw = await read(request, platform.settings.max_embedding_body_bytes)
+    body = decode(_decoder, raw)
+    if body.input is None and len(raw) > platform.settings.max_body_bytes:
+        raise too_large(platform.settings.max_body_bytes)
+    wait_s, encoding = min(_wait_asked(request), platform.settings.wait_max_s), encoding_asked(request)
     (job,), replayed = await submit_once(
         platform, once(request, principal, body), [await _draft(platform, principal, body)]
     )
-    response = await _wait(request, platform, job, wait_s) if wait_s > 0 else _shown(platform, job, 202)
+    response = await _wait(request, platform, job, wait_s, encoding) if wait_s > 0 else _shown(platform, job, 202)
     response.headers.update(REPLAYED if replayed else {})
     return response
 
 
-@router.get("/v1/jobs/{job_id}", responses={200: answer("The job, with its text once it has ended", JobView), **_ONE})
-async def show_job(request: Request, job_id: str, caller: Reader) -> Response:
+@router.get("/v1/jobs/{job_id}", responses={200: answer("The job, with its result once it has ended", JobView), **_ONE})
+async def show_job(
+    request: Request,
+    job_id: str,
+    caller: Reader,
+    encoding_format: Annotated[Encoding, Query(description=ENCODING)] = Encoding.FLOAT,
+) -> Response:
     """A job's state, and its result once it has ended."""
     platform = platform_of(request)
     job = await platform.job(caller, job_id)
     home = await platform.home(job_id)
-    return _shown(platform, job, 200, await texts.replay(home.reader, job) if job.ended else None)
+    return _shown(platform, job, 200, await texts.replay(home.reader, job, encoding_format) if job.ended else None)
 
 
 @router.get(
@@ -119,13 +128,12 @@ async def erase_job(request: Request, job_id: str, caller: Submitter) -> Respons
 
 async def _draft(platform: Platform, principal: Principal, body: JobRequest) -> Draft:
     _refuse_what_is_to_come(platform, body)
-    model = prompts.text_model(platform, body.model)
-    fit = prompts.fit(model, await _encode(platform, model, body), body.max_tokens, DEFAULT_MAX_TOKENS)
+    model = platform.registry.get(body.model)
     return Draft(
         tenant=principal.tenant,
         model=model.card.name,
         lane=body.lane,
-        spec=TextSpec(fit.ids, sampling(body, fit.max_tokens, new_seed())),
+        spec=await spec_of(platform, model, body),
         expires_s=expires_s(platform.settings, body),
         metadata=body.metadata or {},
         start_ms=start_ms(platform.settings, body, time.time()),
@@ -133,19 +141,10 @@ async def _draft(platform: Platform, principal: Principal, body: JobRequest) -> 
     )
 
 
-async def _encode(platform: Platform, model: Model, body: JobRequest) -> prompts.Tokens:
-    if (body.prompt is None) == (body.messages is None):
-        raise Problem("invalid_parameter", "give one of prompt and messages", param="prompt")
-    if body.messages is not None:
-        return await prompts.encode_chat(platform, model, conversation(body.messages))
-    return await prompts.encode_text(platform, model, body.prompt or "")
-
-
 def _refuse_what_is_to_come(platform: Platform, body: JobRequest) -> None:
-    for name in ("input", "residency"):
-        if getattr(body, name) not in (msgspec.UNSET, b"null"):
-            raise Problem("not_supported_yet", f"{name} is not supported yet", param=name)
-    if body.kind not in (None, Kind.TEXT):
+    if body.residency not in (msgspec.UNSET, b"null"):
+        raise Problem("not_supported_yet", "residency is not supported yet", param="residency")
+    if body.kind is Kind.IMAGE:
         raise Problem("not_supported_yet", f"jobs of kind {body.kind} are not supported yet", param="kind")
     if body.region not in (None, platform.settings.region):
         here = platform.settings.region
@@ -160,20 +159,20 @@ def _wait_asked(request: Request) -> float:
     return float(found.group(1)) if found else 0.0
 
 
-async def _wait(request: Request, platform: Platform, job: Job, wait_s: float) -> Response:
+async def _wait(request: Request, platform: Platform, job: Job, wait_s: float, encoding: Encoding) -> Response:
     home = await platform.home(job.id)
     try:
-        text = await attended(_read(platform, job, wait_s), request.receive, platform)
+        whole = await attended(_read(platform, job, wait_s), request.receive, platform)
     except (TimeoutError, GoingAway, ReaderGone, StreamGone, StreamGap):
-        text = None
+        whole = None
     now = await home.store.get(job.id) or job
-    result = text.result if text and now.ended else None
+    result = await whole.result(encoding) if whole and now.ended else None
     response = _shown(platform, now, 200 if now.ended else 202, result)
     response.headers["Preference-Applied"] = f"wait={wait_s:g}"
     return response
 
 
-async def _read(platform: Platform, job: Job, wait_s: float) -> texts.Text:
+async def _read(platform: Platform, job: Job, wait_s: float) -> texts.Text | texts.Vectors:
     home = await platform.home(job.id)
     async with asyncio.timeout(wait_s):
         return await texts.read(home.reader, job)
@@ -213,7 +212,11 @@ PLAIN = (
             "description": "Submit a job. 202 means that the broker has it safe, or for a job that starts later, the "
             "store. With `Prefer: wait=N` the answer "
             "waits up to N seconds for the job to end, and is 200 with its result when it does.",
-            "parameters": [KEY, header("Prefer", "`wait=N`: wait up to N seconds for the result")],
+            "parameters": [
+                KEY,
+                header("Prefer", "`wait=N`: wait up to N seconds for the result"),
+                query("encoding_format", "string", ENCODING, enum=list(Encoding)),
+            ],
             "requestBody": body_of(JobRequest),
             "responses": {
                 200: answer("The job has ended within the wait", JobView),

@@ -48,6 +48,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "lingbot"
     kind: str
     max_context: int
+    dimensions: int | None = None  # of an embedding model's vectors
     parameters: int | None = None
     license: str | None = None
 
@@ -162,6 +163,7 @@ def _model_object(model: Model) -> ModelObject:
         created=card.created,
         kind=card.kind.value,
         max_context=card.max_context,
+        dimensions=card.dimensions or None,
         parameters=card.parameters,
         license=card.license,
     )

@@ -104,7 +104,7 @@ def test_what_is_no_request_is_refused_on_every_route(http: httpx.Client, route:
         ({"lane": "express"}, "invalid_parameter", "lane"),
         ({"kind": "song"}, "invalid_parameter", "kind"),
         ({"kind": "image"}, "not_supported_yet", "kind"),
-        ({"input": "embed me"}, "not_supported_yet", "input"),
+        ({"input": "embed me"}, "unsupported_model", "input"),
         ({"region": "elsewhere"}, "not_supported_yet", "region"),
         ({"residency": "eu"}, "not_supported_yet", "residency"),
         ({"start_at": "tomorrow"}, "invalid_parameter", "start_at"),
@@ -182,14 +182,22 @@ def test_a_prompt_of_too_many_characters_is_not_tokenized(platform: Platform, ht
     assert str(chars) in response.json()["detail"]
 
 
-def test_a_large_body_is_refused_by_its_length(platform: Platform, http: httpx.Client) -> None:
-    response = http.post("/v1/jobs", content=b" " * (platform.settings.max_body_bytes + 1))
+@pytest.mark.parametrize("route", ["/v1/jobs", "/v1/embeddings", "/v1/completions"])
+def test_a_large_body_is_refused_by_its_length(platform: Platform, http: httpx.Client, route: str) -> None:
+    response = http.post(route, content=b" " * (platform.settings.max_embedding_body_bytes + 1))
     assert (response.status_code, _code(response)) == (413, "body_too_large")
 
 
 def test_a_large_body_that_declares_no_length_is_refused(platform: Platform, http: httpx.Client) -> None:
     block = b" " * 65536
-    response = http.post("/v1/jobs", content=(block for _ in range(platform.settings.max_body_bytes // 65536 + 2)))
+    many = platform.settings.max_embedding_body_bytes // 65536 + 2
+    response = http.post("/v1/jobs", content=(block for _ in range(many)))
+    assert (response.status_code, _code(response)) == (413, "body_too_large")
+
+
+def test_a_body_that_only_inputs_may_have_is_refused_for_a_text(platform: Platform, http: httpx.Client) -> None:
+    body = {"model": platform.model, "prompt": "x" * platform.settings.max_body_bytes}
+    response = http.post("/v1/jobs", json=body)
     assert (response.status_code, _code(response)) == (413, "body_too_large")
 
 

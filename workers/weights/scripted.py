@@ -1,4 +1,4 @@
-"""Makes the folder of a scripted model: a byte-level tokenizer, a small chat template, and no weights."""
+"""Makes the folders of scripted models: a byte-level tokenizer, a small chat template, and no weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from brokers.job import Kind
 from brokers.models import Card
 from workers.engine.scripted import byte_symbols
+from workers.engine.scripted_encoder import DIMENSIONS
 from workers.weights.folder import check_name, new_folder, write_card
 
 BOS, EOS, TURN = "<|start|>", "<|end|>", "<|turn|>"
@@ -51,7 +52,31 @@ def create_scripted_model(models_dir: Path, name: str, options: dict[str, Any] |
         created=int(time.time()),
         options=options or {},
     )
-    with new_folder(models_dir, name) as folder:
+    return _write(models_dir, card, tokenizer)
+
+
+def create_scripted_embedder(models_dir: Path, name: str, options: dict[str, Any] | None = None) -> Card:
+    """Likewise, of a model that makes embeddings, see engine.scripted_encoder."""
+    check_name(name)
+    tokenizer = byte_tokenizer()
+    card = Card(
+        name=name,
+        kind=Kind.EMBEDDING,
+        engine="scripted",
+        max_context=512,
+        vocab_size=tokenizer.get_vocab_size(),
+        dimensions=DIMENSIONS,
+        license="Apache-2.0",
+        source="scripted",
+        parameters=0,
+        created=int(time.time()),
+        options=options or {},
+    )
+    return _write(models_dir, card, tokenizer)
+
+
+def _write(models_dir: Path, card: Card, tokenizer: Tokenizer) -> Card:
+    with new_folder(models_dir, card.name) as folder:
         tokenizer.save(str(folder / "tokenizer.json"))
         write_card(folder, card)
     return card
