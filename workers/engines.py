@@ -102,9 +102,9 @@ class ModelEngine:
         return self._host.alive
 
     @property
-    def exact(self) -> bool:
-        """Whether its texts depend on nothing but their requests."""
-        return self._host.capabilities is not None and self._host.capabilities.exact
+    def capabilities(self) -> Capabilities | None:
+        """None before it was ready for the first time."""
+        return self._host.capabilities
 
     def stats(self) -> Stats | None:
         return self._host.stats()

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from brokers import calls, connect, names
+from workers.engines import ModelEngine
 from workers.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -67,15 +68,7 @@ class Heartbeat(threading.Thread):
             "state": self._state(),
             "at_ms": int(time.time() * 1000),
             "device": self._runtime.settings.device,
-            "engines": {
-                model: {
-                    "alive": engine.alive,
-                    "restarts": engine.restarts,
-                    "exact": engine.exact,
-                    "stats": engine.stats(),
-                }
-                for model, engine in self._runtime.engines.items()
-            },
+            "engines": {model: _engine(engine) for model, engine in self._runtime.engines.items()},
         }
 
     def _state(self) -> str:
@@ -85,3 +78,15 @@ class Heartbeat(threading.Thread):
         if not all(engine.in_service for engine in engines):
             return "out_of_service"
         return "ready" if all(engine.alive for engine in engines) else "engine_down"
+
+
+def _engine(engine: ModelEngine) -> dict[str, object]:
+    can = engine.capabilities
+    return {
+        "engine": can.engine if can else None,
+        "lacks": can.lacks if can else (),
+        "exact": can is not None and can.exact,
+        "alive": engine.alive,
+        "restarts": engine.restarts,
+        "stats": engine.stats(),
+    }

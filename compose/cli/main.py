@@ -206,13 +206,14 @@ def worker(
     region: Annotated[str | None, typer.Option(help="Whose queues.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Sequences in one batch.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...")] = None,
+    engine: Annotated[str | None, typer.Option(help="transformers or vllm; each model's own if not given.")] = None,
 ) -> None:
     """Run a Celery worker on the right queues. What is not known here goes to `celery worker`."""
     from compose.cli.worker import Choice, become_worker
 
     # Two of one name would fight for one control queue; the process keeps its id when it becomes the worker.
     name = name or f"worker-{os.getpid()}"
-    become_worker(Choice(_words(models), _words(lanes), name, region, slots, device), extra=context.args)
+    become_worker(Choice(_words(models), _words(lanes), name, region, slots, device, engine), extra=context.args)
 
 
 def _words(text: str) -> list[str]:

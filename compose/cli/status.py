@@ -70,17 +70,21 @@ def _queues(queues: list[dict[str, Any]] | None) -> RenderableType:
 def _workers(workers: list[dict[str, Any]] | None) -> RenderableType:
     if not workers:
         return Text("no worker reports", style="yellow")
-    table = _table("worker", "state", "model", *_ENGINE, "reused", "exact")
+    table = _table("worker", "state", "model", "engine", *_ENGINE, "reused", "without")
     for worker in workers:
         state = str(worker.get("state", "-"))
         for model, engine in (worker.get("engines") or {"-": {}}).items():
             stats = engine.get("stats") or {}
             numbers = [stats.get(name) for name in _ENGINE.values()]
             shown = Text(state, style=_STATES.get(state, ""))
-            exact = "yes" if engine.get("exact") else "no"
-            row = (*map(_number, numbers), _reused(stats), exact)
-            table.add_row(str(worker.get("name", "-")), shown, model, *row)
+            row = (model, str(engine.get("engine") or "-"), *map(_number, numbers), _reused(stats), _without(engine))
+            table.add_row(str(worker.get("name", "-")), shown, *row)
     return table
+
+
+def _without(engine: dict[str, Any]) -> str:
+    """What this engine cannot do and another may."""
+    return ", ".join(name.replace("_", " ") for name in engine.get("lacks") or ()) or "-"
 
 
 def _reused(stats: dict[str, Any]) -> str:
@@ -92,7 +96,9 @@ def _reused(stats: dict[str, Any]) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or column in {"state", "model"} else "right")
+        table.add_column(
+            column, justify="left" if index == 0 or column in {"state", "model", "engine", "without"} else "right"
+        )
     return table
 
 

@@ -22,6 +22,7 @@ class Choice(NamedTuple):
     region: str | None = None
     slots: int | None = None
     device: str | None = None
+    engine: str | None = None
 
 
 def become_worker(choice: Choice, extra: Sequence[str]) -> NoReturn:
@@ -32,7 +33,7 @@ def become_worker(choice: Choice, extra: Sequence[str]) -> NoReturn:
 
 def plan(choice: Choice) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the worker. Raises ConfigurationError on an unknown model or lane."""
-    chosen = {"region": choice.region, "slots": choice.slots, "device": choice.device}
+    chosen = {"region": choice.region, "slots": choice.slots, "device": choice.device, "engine": choice.engine}
     given = {key: value for key, value in chosen.items() if value is not None}
     settings = settings_module.read(**given)
     lanes = _lanes(choice.lanes)

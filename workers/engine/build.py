@@ -55,6 +55,7 @@ def build_engine(folder: Path, options: EngineOptions) -> Engine:
         slots=options.slots,
         kv_tokens=options.kv_tokens,
         prefix_tokens=options.prefix_tokens,
+        name=card.engine,
         eos_ids=card.eos_token_ids,
     )
 

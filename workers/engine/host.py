@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _LAST_WORDS = 12  # lines of the child's own output kept for the message about its end
 _RECEIVE = 1 << 18
+_BURIAL_S = 2.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -103,8 +105,12 @@ class EngineHost:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the child last said anything; it reports twice a second, between steps."""
-        return time.monotonic() - self._life.heard if self._life else 0.0
+        """Seconds since the child last said anything, or since what works behind it did; it reports twice a second,
+        between steps."""
+        if self._life is None:
+            return 0.0
+        stats = self._life.stats
+        return max(time.monotonic() - self._life.heard, stats.step_age_s if stats else 0.0)
 
     def kill(self) -> None:
         """End a child that hangs; `on_exit` follows."""
@@ -203,14 +209,18 @@ class _Life:
                 process = self._process = self._spawn(theirs)
             if self._asked:  # start() gave up before the process was there to be killed
                 process.kill()
-            helpers = (
+            sender, listener = (
                 threading.Thread(target=self._send, args=(ours,), name="engine-sender", daemon=True),
                 threading.Thread(target=self._listen, args=(process.stdout,), name="engine-output", daemon=True),
             )
-            for helper in helpers:
-                helper.start()
+            sender.start()
+            listener.start()
             self._read(ours)
-            self._bury(process, ours, helpers)
+            self._bury(process, listener)
+            self._frames.put(None)
+            with contextlib.suppress(OSError):
+                ours.shutdown(socket.SHUT_RDWR)
+            sender.join()
         except OSError as error:
             self._words.append(f"it could not be spawned: {error}")
             return
@@ -262,20 +272,18 @@ class _Life:
         except Exception:  # one bad consumer must not end the stream of all others
             log.exception("a consumer of engine outputs failed")
 
-    def _bury(
-        self, process: subprocess.Popen[str], channel: socket.socket, helpers: tuple[threading.Thread, ...]
-    ) -> None:
-        """The channel is at its end: so is the child, or it is about to be."""
+    def _bury(self, process: subprocess.Popen[str], listener: threading.Thread) -> None:
+        """The channel is at its end: so is the child, or it is about to be, and what it has started itself."""
         try:
-            process.wait(timeout=2)
+            process.wait(timeout=_BURIAL_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self._frames.put(None)
-        with contextlib.suppress(OSError):
-            channel.shutdown(socket.SHUT_RDWR)
-        for helper in helpers:
-            helper.join()
+        listener.join(_BURIAL_S)  # whoever lives of its group still holds its output
+        if listener.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            listener.join(_BURIAL_S)
 
     def _send(self, channel: socket.socket) -> None:
         while (frame := self._frames.get()) is not None:

@@ -49,6 +49,7 @@ class BatchEngine:
         slots: int,
         kv_tokens: int,
         prefix_tokens: int = 0,
+        name: str = "",
         eos_ids: Collection[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -60,7 +61,7 @@ class BatchEngine:
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
         self.ready_fd: int | None = None
-        self._prefix_cache = prefix_tokens > 0
+        self._prefix_cache, self._name = prefix_tokens > 0, name
         self._steps = self._generated = self._prefilled = 0
         self._last_token: float | None = None
 
@@ -73,6 +74,7 @@ class BatchEngine:
             vocab_size=self._model.vocab_size,
             exact=self._model.exact,
             prefix_cache=self._prefix_cache,
+            engine=self._name,
         )
 
     def submit(self, request: Request) -> None:

@@ -82,6 +82,12 @@ class Capabilities(msgspec.Struct, frozen=True):
     vocab_size: int
     exact: bool = False  # a text does not depend on who shared its batch, nor on where it was interrupted
     prefix_cache: bool = False  # what begins like an earlier sequence is not computed again
+    engine: str = ""  # its name, as in a model's card
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The names of what it cannot do."""
+        return tuple(name for name in self.__struct_fields__ if getattr(self, name) is False)
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -234,4 +234,5 @@ def capabilities(card: EngineCard, options: EngineOptions) -> Capabilities:
         max_context=vllm_setup.context(card.max_context, options),
         vocab_size=card.vocab_size,
         prefix_cache=options.prefix_tokens > 0,
+        engine=card.engine,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from compose.cli import target
@@ -108,6 +110,15 @@ def test_a_job_id_cannot_lead_a_cursor_out_of_its_folder(tmp_path: Path) -> None
 )
 def test_status_shows_what_is_there(status: dict[str, Any]) -> None:
     assert render(status)
+
+
+def test_status_tells_what_an_engine_cannot_do() -> None:
+    engine = {"engine": "vllm", "lacks": ["pause", "keyed_sampling"], "stats": {"slots": 16}}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render({"workers": [{"name": "w", "state": "ready", "engines": {"m": engine}}]}))
+    shown = console.export_text()
+    assert "vllm" in shown
+    assert "pause, keyed sampling" in shown
 
 
 def test_the_command_starts_without_torch() -> None:

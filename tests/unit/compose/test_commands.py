@@ -66,10 +66,11 @@ def test_a_worker_serves_every_model_and_lane_unless_told_otherwise(origin: Path
         create_scripted_model(origin, name)
     everything, _ = plan(Choice())
     assert everything[everything.index("-Q") + 1].count(",") == 2 * len(Lane) - 1
-    one, environment = plan(Choice(models=["b"], lanes=["batch"], name="w2", slots=4, device="cuda:1"))
+    one, environment = plan(Choice(models=["b"], lanes=["batch"], name="w2", slots=4, device="cuda:1", engine="vllm"))
     assert one[one.index("-Q") + 1] == "gen.eu1.b.batch"
     assert one[one.index("-n") + 1].startswith("w2.eu1@")
     assert (environment["LINGBOT_SLOTS"], environment["LINGBOT_DEVICE"]) == ("4", "cuda:1")
+    assert environment["LINGBOT_ENGINE"] == "vllm"
 
 
 @pytest.mark.parametrize(
