@@ -13,6 +13,7 @@ from producers.problems import Problem
 
 _INLINE_NUMBERS = 16_384  # more are worded in a thread (about 2 ms of event loop at this size)
 _DIGITS = 9  # significant ones that tell every float32 from its neighbours
+_EXACT_POWER = 22  # of ten, which a float64 is up to here
 
 ENCODING = "How embeddings are worded: `float`, or `base64` of little-endian float32"
 
@@ -56,6 +57,6 @@ def _floats(vectors: Sequence[bytes]) -> list[Embedding]:
 
     exact = np.frombuffer(b"".join(vectors), dtype="<f4").astype(np.float64)
     magnitude = np.floor(np.log10(np.abs(exact), where=exact != 0, out=np.zeros_like(exact)))
-    scale = 10.0 ** np.clip(_DIGITS - 1 - magnitude, 0, 22)  # powers of ten up to here are exact
-    rows: list[Embedding] = (np.round(exact * scale) / scale).reshape(len(vectors), -1).tolist()
-    return rows
+    scale = 10.0 ** np.minimum(_DIGITS - 1 - magnitude, _EXACT_POWER)
+    short = np.where(magnitude >= _DIGITS - 1 - _EXACT_POWER, np.round(exact * scale) / scale, exact)
+    return list(short.reshape(len(vectors), -1).tolist())

@@ -21,6 +21,7 @@ from workers.weights.scripted import byte_tokenizer, create_scripted_model
 
 OPTIONS = EngineOptions(slots=4, kv_tokens=2048, threads=1, device="cpu", dtype="float32")
 DEMO = "smollm2-135m-instruct"
+DEMO_EMBEDDER = "all-minilm-l6-v2"
 EngineFactory = Callable[..., BatchEngine]
 
 
@@ -60,13 +61,23 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The demo model's folder. Missing, it skips on a laptop and fails in CI."""
+    return _imported(DEMO)
+
+
+@pytest.fixture(scope="session")
+def minilm_dir() -> Path:
+    """Likewise, of the model that makes embeddings."""
+    return _imported(DEMO_EMBEDDER)
+
+
+def _imported(name: str) -> Path:
     models = Path(os.environ.get("LINGBOT_TEST_MODELS") or Path(__file__).parents[3] / ".lingbot" / "models")
-    folder = models / DEMO
+    folder = models / name
     if (folder / "lingbot.json").is_file():
         return folder
     if os.environ.get("CI"):
         pytest.fail(f"{folder} is missing; `lingbot models import` makes it")
-    pytest.skip("the demo model has not been imported")
+    pytest.skip(f"{name} has not been imported")
 
 
 @pytest.fixture(scope="session")

