@@ -54,6 +54,9 @@ class EngineStep(bootsteps.StartStopStep):
         settings = load()
         node_name.require_free(worker.app, worker.hostname)
         consumed = set(worker.app.amqp.queues.consume_from)
+        # A thread for each message that may be here: several models' messages must not wait for each other.
+        prefetched = sum(settings.prefetch(lane) for lane in map(names.lane_of, consumed) if lane)
+        worker.pool.grow(max(0, prefetched - worker.pool.limit))
         self._runtime = runtime.Runtime(settings, worker.hostname, served_models(settings, consumed), self._on_service)
         self._runtime.start()
         runtime.install(self._runtime)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from brokers import calls, connect, names
 from brokers.chunk_writer import ChunkWriter, OwnedStream
@@ -46,8 +47,8 @@ class Runtime:
         self.later.start()
         with connect.blocking(self.settings, self.settings.region, timeout_s=5.0) as client:
             connect.prepare(client, self.settings)
-        for engine in self.engines.values():
-            engine.start()
+        with ThreadPoolExecutor(max(1, len(self.engines))) as starting:  # most of it is importing torch
+            list(starting.map(ModelEngine.start, self.engines.values()))
 
     def stop(self) -> None:
         for engine in self.engines.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import typer
 
 from brokers.errors import ConfigurationError
+from brokers.job import Kind
 from compose.cli import output
 from compose.cli.client import Client, Refused, Unreachable
 from compose.cli.cursors import Cursor
@@ -35,16 +37,27 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     return _not_empty(_read_stdin(), "nothing came on stdin")
 
 
-def default_model(client: Client) -> str:
-    """The first model served. Raises Refused, Unreachable, ConfigurationError."""
-    models = client.get("/v1/models").get("data", [])
+def read_texts(arguments: list[str] | None, file: Path | None) -> list[str]:
+    """Texts to embed, from arguments, or a line each from a file or stdin. Raises a usage error when there is none."""
+    if arguments:
+        if file is not None:
+            raise typer.BadParameter("give texts or --file, not both")
+        return arguments
+    return [line for line in read_prompt(None, file).splitlines() if line.strip()]
+
+
+def default_model(client: Client, kind: Kind) -> str:
+    """The first model of that kind. Raises Refused, Unreachable, ConfigurationError."""
+    models = [each for each in client.get("/v1/models").get("data", []) if each.get("kind", Kind.TEXT) == kind]
     if not models:
-        raise ConfigurationError("this platform serves no model", hint="`lingbot models import` brings one.")
+        raise ConfigurationError(
+            f"this platform serves no model of kind {kind}", hint="`lingbot models import` brings one."
+        )
     return str(models[0]["id"])
 
 
 def submit(client: Client, body: dict[str, Any], *, detach: bool) -> int:
-    """Send a job and show its text as it comes; the exit code."""
+    """Send a job and show what it writes as it comes; the exit code."""
     try:
         job = _create(client, body)
     except KeyboardInterrupt:
@@ -58,7 +71,7 @@ def submit(client: Client, body: dict[str, Any], *, detach: bool) -> int:
 
 
 def show(client: Client, job_id: str, cursor: Cursor) -> int:
-    """Show a job's text from the cursor on; the exit code. Ctrl-C leaves the job running."""
+    """Show what a job writes from the cursor on; the exit code. Ctrl-C leaves the job running."""
     started = time.monotonic()
     try:
         for event in follow(client, job_id, cursor.position, on_pause=_lost):
@@ -81,14 +94,13 @@ def show(client: Client, job_id: str, cursor: Cursor) -> int:
 
 
 def show_list(jobs: list[dict[str, Any]]) -> None:
-    columns = ("job", "status", "model", "lane", "tokens", "created")
+    columns = ("job", "status", "model", "lane", "written", "created")
     output.show_table(columns, [_row(job) for job in jobs])
 
 
 def _row(job: dict[str, Any]) -> tuple[object, ...]:
-    tokens = (job.get("usage") or {}).get("completion_tokens", job.get("position", 0))
     created = datetime.fromtimestamp(job["created_at"], UTC).astimezone().strftime("%d %b %H:%M:%S")
-    return job["id"], job["status"], job["model"], job["lane"], tokens, created
+    return job["id"], job["status"], job["model"], job["lane"], job.get("position", 0), created
 
 
 def _create(client: Client, body: dict[str, Any]) -> Any:
@@ -113,16 +125,20 @@ def _uninterrupted() -> Iterator[None]:
 def _show(event: Event) -> None:
     if event.kind == "token":
         output.write_text(event.data["text"])
+    elif event.kind == "embedding":
+        for index, embedding in enumerate(event.data["embeddings"], event.data["start"]):
+            sys.stdout.write(json.dumps({"index": index, "embedding": embedding}) + "\n")
     elif event.kind == "progress" and event.data.get("kind") == "restarted":
         output.remark(f"\n[the text was generated again and differs; it goes on at token {event.position}]")
 
 
 def _ended(job_id: str, data: dict[str, Any], seconds: float) -> int:
-    sys.stdout.write("\n")
+    status, usage, pos = data.get("status", "?"), data.get("usage") or {}, data.get("pos", 0)
+    embeds = pos > 0 and usage.get("completion_tokens") == 0
+    sys.stdout.write("" if embeds else "\n")
     sys.stdout.flush()
-    status, usage = data.get("status", "?"), data.get("usage") or {}
-    tokens = usage.get("completion_tokens", data.get("pos", 0))
-    facts = [job_id, status, data.get("finish_reason") or "", f"{tokens} tokens", f"{seconds:.1f} s"]
+    amount = f"{pos} embeddings" if embeds else f"{usage.get('completion_tokens', pos)} tokens"
+    facts = [job_id, status, data.get("finish_reason") or "", amount, f"{seconds:.1f} s"]
     if failure := data.get("error"):
         facts.append(failure.get("message", ""))
     output.remark(" · ".join(fact for fact in facts if fact))

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from brokers.errors import LingbotError
-from brokers.job import TERMINAL, Lane
+from brokers.job import TERMINAL, Kind, Lane
 from compose.cli import dead, keys, models, output, target
 from compose.cli.options import JsonOption, KeyOption, StateOption, UrlOption, connected
 from compose.cli.paths import path
@@ -136,7 +136,28 @@ def submit(
     options = {**drawn, "delay": delay}
     given = {name: value for name, value in options.items() if value is not None}
     with connected(url, key) as client:
-        body = {"model": model or jobs.default_model(client), "lane": lane.value, **content, **given}
+        body = {"model": model or jobs.default_model(client, Kind.TEXT), "lane": lane.value, **content, **given}
+        raise typer.Exit(jobs.submit(client, body, detach=detach))
+
+
+@app.command()
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; nothing reads stdin, a text a line.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read them from a file, a text a line.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which model; the first one that embeds when not given.")] = None,
+    dimensions: Annotated[int | None, typer.Option(min=1, help="Cut each vector to so many.")] = None,
+    lane: Annotated[Lane, typer.Option(help="Which queue.")] = Lane.INTERACTIVE,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the job's id and leave.")] = False,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Make vectors of texts: each is a line of JSON, in the order of the texts. Ctrl-C leaves the job running."""
+    from compose.cli import jobs
+
+    body: dict[str, Any] = {"input": jobs.read_texts(texts, file), "lane": lane.value}
+    body |= {"dimensions": dimensions} if dimensions else {}
+    with connected(url, key) as client:
+        body["model"] = model or jobs.default_model(client, Kind.EMBEDDING)
         raise typer.Exit(jobs.submit(client, body, detach=detach))
 
 
@@ -148,7 +169,7 @@ def tail(
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Show a job's text, from where it was last shown."""
+    """Show what a job writes, from where it was last shown."""
     from compose.cli import jobs
     from compose.cli.cursors import Cursor
 

@@ -149,7 +149,7 @@ class TerminalReport:
 def _came_up(platform: Platform, report: TerminalReport, *, demo: bool) -> None:
     report.up()
     platform.folder.mark_ready()
-    if demo:  # beside the supervisor, which goes on watching and hearing signals
+    if demo and platform.text_models:  # beside the supervisor, which goes on watching and hearing signals
         threading.Thread(target=_demonstrate, args=(platform,), name="demo", daemon=True).start()
     else:
         _print_summary(platform)
@@ -158,16 +158,16 @@ def _came_up(platform: Platform, report: TerminalReport, *, demo: bool) -> None:
 def _demonstrate(platform: Platform) -> None:
     try:
         with Client(Target(platform.api_url, platform.dev_key)) as client:
-            _submit_demo(client, platform.models)
+            _submit_demo(client, platform.text_models[0])
     except LingbotError as error:
         output.complain(error)
     _print_summary(platform)
 
 
-def _submit_demo(client: Client, models: Sequence[str]) -> None:
-    output.out().print(f"\n[bold]{models[0]}[/] is asked: {DEMO_PROMPT}\n")
+def _submit_demo(client: Client, model: str) -> None:
+    output.out().print(f"\n[bold]{model}[/] is asked: {DEMO_PROMPT}\n")
     body = {
-        "model": models[0],
+        "model": model,
         "messages": [{"role": "user", "content": DEMO_PROMPT}],
         "max_tokens": _DEMO_TOKENS,
         "temperature": 0,
@@ -195,6 +195,7 @@ def _print_summary(platform: Platform) -> None:
         "",
         "Try next:",
         f'  {command} submit "Write a haiku about queues."',
+        *([f'  {command} embed "a text" "another"'] if len(platform.models) > len(platform.text_models) else []),
         f"  {command} jobs",
         f"  {command} status",
         f"  {command} doctor",

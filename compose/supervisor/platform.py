@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from brokers import names, topology
 from brokers.errors import ConfigurationError
-from brokers.job import WORD, Lane
+from brokers.job import WORD, Kind, Lane
 from brokers.keys import SCOPES
 from brokers.models import Registry
 from brokers.settings import Settings
@@ -44,7 +44,9 @@ class Platform:
         self.settings = {
             region: config.read(folder.config, region=region, port=self._port("api", region)) for region in self.regions
         }
-        self.models = [model.card.name for model in Registry(folder.models).all()]
+        cards = [model.card for model in Registry(folder.models).all()]
+        self.models = [card.name for card in cards]
+        self.text_models = [card.name for card in cards if card.kind is Kind.TEXT]
         if not self.models:
             raise ConfigurationError(
                 f"there is no model in {folder.models}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import time
 from array import array
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from brokers.models import Registry
 from brokers.settings import Settings
 from compose import commands, probes
 from compose.servers import Process
+from tests.acceptance.test_command_line import Shell
 from tests.platform import Platform
 from workers.engine.scripted_encoder import DIMENSIONS, scripted_vector
 from workers.weights.scripted import byte_tokenizer, create_scripted_embedder
@@ -63,6 +65,7 @@ def worker(state: Path, settings: Settings, platform: Platform) -> Iterator[Proc
         yield process
     finally:
         process.stop(grace_s=10)
+        shutil.rmtree(settings.models_dir / MODEL)  # the platform outlives this module
 
 
 @pytest.fixture
@@ -329,3 +332,27 @@ def test_a_worker_killed_in_the_middle_is_followed_by_another(
         second.stop(grace_s=10)
         worker.spawn()
         wait_until_it_consumes(worker, settings)
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_texts_on_the_command_line_become_lines_of_json(platform: Platform, worker: Process, tmp_path: Path) -> None:
+    lingbot = Shell(platform, tmp_path)
+    done = lingbot("embed", "--model", MODEL, "--dimensions", "4", "the sea", "a lamp")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1]
+    assert [line["embedding"] for line in lines] == [pytest.approx(expected(t, 4)) for t in ("the sea", "a lamp")]
+    assert "2 embeddings" in done.stderr
+    piped = lingbot("embed", "--dimensions", "4", "--detach", stdin="the sea\n\na lamp\n")
+    tailed = lingbot("tail", piped.stdout.strip())
+    assert tailed.stdout == done.stdout
+
+
+def test_a_prompt_goes_to_a_model_that_writes(platform: Platform, worker: Process, tmp_path: Path) -> None:
+    lingbot = Shell(platform, tmp_path)
+    assert MODEL in lingbot("models", "list").stdout
+    refused = lingbot("submit", "--model", MODEL, "hello")
+    assert refused.returncode == 1
+    assert "makes embeddings" in refused.stderr

@@ -33,8 +33,9 @@ class Encoder(Protocol):
 class EmbeddingEngine:
     """Dynamic batching over any Encoder. One thread owns it."""
 
-    def __init__(self, encoder: Encoder, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, encoder: Encoder, *, name: str = "", clock: Callable[[], float] = time.time) -> None:
         self._encoder = encoder
+        self._name = name
         window = max(1, min(_WINDOW, _WINDOW_BYTES // (4 * encoder.dimensions)))
         self._packer = Packer(encoder.budget, window)
         self._clock = clock
@@ -48,7 +49,11 @@ class EmbeddingEngine:
     def capabilities(self) -> Capabilities:
         encoder = self._encoder
         return Capabilities(
-            pause=True, keyed_sampling=True, max_context=encoder.max_input, vocab_size=encoder.vocab_size
+            pause=True,
+            keyed_sampling=True,
+            max_context=encoder.max_input,
+            vocab_size=encoder.vocab_size,
+            engine=self._name,
         )
 
     def submit(self, request: EmbedRequest) -> None:
