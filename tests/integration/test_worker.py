@@ -59,20 +59,20 @@ def worker(state: Path, settings: Settings) -> Iterator[Process]:
 class Client:
     """Submits and reads as the API does, without HTTP."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, model: str = APART_MODEL) -> None:
         self.settings = settings
         self.store = Store(settings)
         self.publisher = Publisher(settings)
         self.reader = ChunkReader(settings)
         self.sealer = Sealer(settings)
-        self.model = Registry(settings.models_dir).get(APART_MODEL)
+        self.model = Registry(settings.models_dir).get(model)
 
     async def submit(
         self, prompt: str, sampling: Sampling, *, lives_s: float = 60.0, lane: Lane = Lane.STANDARD
     ) -> Job:
         ids = self.model.encode(prompt)
         job = msgspec.structs.replace(
-            make_job(self.settings, lives_s=lives_s), model=APART_MODEL, prompt_tokens=len(ids), lane=lane
+            make_job(self.settings, lives_s=lives_s), model=self.model.card.name, prompt_tokens=len(ids), lane=lane
         )
         sealed = self.sealer.seal(job, TextSpec(prompt_ids=ids, sampling=sampling))
         await self.store.create(job, sealed)
