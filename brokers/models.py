@@ -32,7 +32,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: str
     kind: Kind
-    engine: str  # "transformers" | "scripted"
+    engine: str  # "transformers" | "vllm" | "scripted"
     max_context: int  # prompt + output tokens; of an embedding model those of one input
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
