@@ -18,7 +18,7 @@ from brokers import settings as settings_module
 from brokers.settings import Settings
 from compose import config
 from compose.servers import PortBook, RabbitMQ, Valkey
-from tests.benchmarks import first_token, submissions, throughput
+from tests.benchmarks import embeddings, first_token, submissions, throughput
 from tests.benchmarks.report import Row, machine, table
 from tests.platform import SCRIPTED_MODEL, Platform
 from workers.weights.scripted import create_scripted_model
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
     parser.add_argument("--write", type=Path, help="write the table into this file")
     parser.add_argument("--models", type=Path, default=Path(".lingbot/models"), help="folder with the real model")
-    parser.add_argument("--only", choices=["submissions", "first-token", "throughput"])
+    parser.add_argument("--only", choices=["submissions", "first-token", "throughput", "embeddings"])
     options = parser.parse_args()
     rows = measure(options.models.resolve(), options.only)
     text = _HEAD.format(machine=machine()) + table(rows)
@@ -60,6 +60,8 @@ def measure(models: Path, only: str | None) -> list[Row]:
             if only in {None, "throughput"}:
                 with running(Platform(state, settings, model=REAL_MODEL)) as platform:
                     rows += throughput.run(platform, REAL_MODEL)
+    if only in {None, "embeddings"}:
+        rows += embeddings.run(models)
     return rows
 
 

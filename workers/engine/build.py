@@ -85,7 +85,7 @@ def makes_vectors(folder: Path) -> bool:
 def build_embedder(folder: Path, options: EngineOptions) -> Embedder:
     """The engine of an embedding model, loaded and warm. ValueError when the card names none that there is."""
     card = read_card(folder)
-    return EmbeddingEngine(_encoder(folder, card, options), name=card.engine)
+    return EmbeddingEngine(_encoder(folder, card, options), name=card.engine, slots=options.slots)
 
 
 def _encoder(folder: Path, card: EngineCard, options: EngineOptions) -> Encoder:

@@ -33,9 +33,12 @@ class Encoder(Protocol):
 class EmbeddingEngine:
     """Dynamic batching over any Encoder. One thread owns it."""
 
-    def __init__(self, encoder: Encoder, *, name: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, encoder: Encoder, *, name: str = "", slots: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
         self._encoder = encoder
         self._name = name
+        self._slots = slots
         window = max(1, min(_WINDOW, _WINDOW_BYTES // (4 * encoder.dimensions)))
         self._packer = Packer(encoder.budget, window)
         self._clock = clock
@@ -89,7 +92,7 @@ class EmbeddingEngine:
         running = sum(job.begun and not job.paused for job in jobs)
         paused = sum(job.paused for job in jobs)
         return Stats(
-            slots=len(jobs),
+            slots=self._slots,
             running=running,
             waiting=len(jobs) - running - paused,
             paused=paused,
