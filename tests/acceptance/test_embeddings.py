@@ -27,9 +27,12 @@ from brokers.settings import Settings
 from compose import commands, probes
 from compose.servers import Process
 from tests.acceptance.test_command_line import Shell
+from tests.acceptance.test_webhooks import Receiver, receiver
 from tests.platform import Platform
 from workers.engine.scripted_encoder import DIMENSIONS, scripted_vector
 from workers.weights.scripted import byte_tokenizer, create_scripted_embedder
+
+__all__ = ["receiver"]
 
 MODEL = "embedder"
 _READY_S = 45.0
@@ -54,6 +57,15 @@ def wait_until_it_consumes(process: Process, settings: Settings) -> None:
         time.sleep(0.05)
 
 
+def wait_until_it_is_listed(platform: Platform) -> None:
+    """The API looks into the origin every two seconds."""
+    deadline = time.monotonic() + _READY_S
+    headers = {"Authorization": f"Bearer {platform.api_key}"}
+    while httpx.get(f"{platform.base_url}/v1/models/{MODEL}", headers=headers).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def worker(state: Path, settings: Settings, platform: Platform) -> Iterator[Process]:
     create_scripted_embedder(settings.models_dir, MODEL, {"directives": True})
@@ -62,6 +74,7 @@ def worker(state: Path, settings: Settings, platform: Platform) -> Iterator[Proc
     process.spawn()
     try:
         wait_until_it_consumes(process, settings)
+        wait_until_it_is_listed(platform)
         yield process
     finally:
         process.stop(grace_s=10)
@@ -293,6 +306,28 @@ def test_an_input_that_kills_its_engine_ends_its_own_job_only(http: httpx.Client
         assert job["status"] == "succeeded", job
         for n, numbers in enumerate(job["result"]["embeddings"]):
             assert close(numbers, expected(f"{k} {n} !slow@30"))
+
+
+def test_a_job_that_was_given_up_is_replayed(http: httpx.Client, platform: Platform) -> None:
+    poison = submit(http, ["fine", "not so !crash@0"], dimensions=3)
+    assert ended(http, poison)["error"]["code"] == "poison"
+    admin = {"Authorization": f"Bearer {platform.admin_key}"}
+    deadline = time.monotonic() + 10
+    while (answer := http.post(f"/v1/dead/{poison['id']}/replay", headers=admin)).status_code == 404:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    again = answer.json()
+    assert (answer.status_code, again["kind"], again["model"]) == (202, "embedding", MODEL)
+    http.post(again["urls"]["cancel"])
+    ended(http, again)
+
+
+def test_the_end_of_an_embedding_job_is_told(http: httpx.Client, receiver: Receiver) -> None:
+    job = submit(http, ["a", "b"], webhook={"url": receiver.url("/vectors")})
+    (delivery,) = receiver.wait("/vectors", 1)
+    told = json.loads(delivery.body)
+    assert (told["type"], told["data"]["id"], told["data"]["kind"]) == ("job.succeeded", job["id"], "embedding")
+    assert "result" not in told["data"]
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(client: OpenAI, http: httpx.Client) -> None:
