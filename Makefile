@@ -14,7 +14,7 @@ BIN := .venv/bin
 SOURCES := brokers producers workers compose tests
 INSTALLED := .venv/.installed
 
-.PHONY: help run test test-vllm check bench faults system model clean distclean
+.PHONY: help run test test-vllm check bench bench-engine faults system model clean distclean
 
 help:
 	@grep -hE '^# make ' $(MAKEFILE_LIST) | cut -c3-
@@ -40,12 +40,20 @@ check: $(INSTALLED)
 bench: model
 	$(BIN)/python -m tests.benchmarks
 
+# make bench-engine  the engine beside others on one core, for half an hour; WRITE=docs/engine.md keeps the tables, ARGS=--quick
+bench-engine: model .venv/.bench-installed
+	$(BIN)/python -m tests.benchmarks.engine $(ARGS) $(if $(WRITE),--write $(WRITE))
+
 # make faults  processes are killed on purpose, for the better part of an hour; WRITE=docs/faults.md keeps the table
 faults: model
 	$(BIN)/python -m pytest tests/faults -k "not short" $(if $(WRITE),--faults-write $(WRITE))
 
 .venv-vllm/.installed: pyproject.toml compose/bootstrap/vllm-constraints.txt | system
 	@compose/bootstrap/vllm.sh
+	@touch $@
+
+.venv/.bench-installed: tests/benchmarks/engine/requirements.txt compose/bootstrap/bench.sh | $(INSTALLED)
+	@compose/bootstrap/bench.sh
 	@touch $@
 
 system:
