@@ -79,6 +79,7 @@ class OwnedStream:
         self.remake = remake
         self.token_ids: list[int] = []
         self.pieces: list[Any] = []  # what each position brought: here a token's text
+        self.logprobs: list[bytes] = []  # packed, of each position, where they are asked for
         self.durable = 0  # positions in the store
         self.outcome: Outcome | None = None
         self.lost: calls.Fenced | calls.Gone | calls.Poison | None = None  # why this process may no longer write
@@ -92,9 +93,11 @@ class OwnedStream:
         self.renewed_at = time.monotonic()
         self.held_until = 0.0  # the store refused a write: not before this (monotonic)
 
-    def restore(self, token_ids: Sequence[int], pieces: Sequence[str] | Sequence[bytes]) -> None:
+    def restore(
+        self, token_ids: Sequence[int], pieces: Sequence[str] | Sequence[bytes], logprobs: Sequence[bytes] = ()
+    ) -> None:
         """Content that earlier owners wrote."""
-        self.token_ids, self.pieces = list(token_ids), list(pieces)
+        self.token_ids, self.pieces, self.logprobs = list(token_ids), list(pieces), list(logprobs)
         self.durable = self.pos
 
     @property
@@ -131,11 +134,14 @@ class OwnedStream:
         """What is not durable yet, in tokens of the window."""
         return self.waiting
 
-    def push(self, token_ids: Sequence[int], pieces: Sequence[str] | Sequence[bytes]) -> None:
+    def push(
+        self, token_ids: Sequence[int], pieces: Sequence[str] | Sequence[bytes], logprobs: Sequence[bytes] = ()
+    ) -> None:
         if self._pending_since is None:
             self._pending_since = time.monotonic()
         self.token_ids.extend(token_ids)
         self.pieces.extend(pieces)
+        self.logprobs.extend(logprobs)
 
     def chunks(self) -> list[Chunk]:
         """What is not durable yet, or as much of it as goes into one round."""
@@ -147,7 +153,9 @@ class OwnedStream:
 
     def _chunks(self, start: int) -> list[Chunk]:
         pos = self.pos
-        return [Chunk(start, pos, entries.fields(self.token_ids[start:], self.pieces[start:], self._digest_at(pos)))]
+        logprobs = self.logprobs[start:]
+        written = entries.fields(self.token_ids[start:], self.pieces[start:], self._digest_at(pos), logprobs)
+        return [Chunk(start, pos, written)]
 
     def _digest_at(self, pos: int) -> str:
         if self._digested > pos:  # cannot go back: begin again
@@ -175,8 +183,14 @@ class VectorStream(OwnedStream):
         return [Chunk(at, to, entries.vector_fields(self.pieces[at:to])) for at, to in cuts]
 
 
-Pushed = tuple[OwnedStream, Sequence[int], Sequence[str] | Sequence[bytes], Outcome | None]
-"""A stream, what it gets (token ids, and a piece for each position), and how it ends if it does."""
+class Pushed(NamedTuple):
+    """What a stream gets, and how it ends if it does."""
+
+    stream: OwnedStream
+    token_ids: Sequence[int] = ()
+    pieces: Sequence[str] | Sequence[bytes] = ()  # one for each position
+    outcome: Outcome | None = None
+    logprobs: Sequence[bytes] = ()  # packed, one for each position or none
 
 
 class ChunkWriter:
@@ -213,9 +227,9 @@ class ChunkWriter:
     def push(self, pushed: Sequence[Pushed]) -> None:
         """What one engine step brought to each stream."""
         with self._changed:
-            for stream, token_ids, pieces, outcome in pushed:
+            for stream, token_ids, pieces, outcome, logprobs in pushed:
                 if pieces:
-                    stream.push(token_ids, pieces)
+                    stream.push(token_ids, pieces, logprobs)
                 if outcome and stream.outcome is None:
                     stream.outcome = outcome
             self._changed.notify()

@@ -2,12 +2,15 @@
 
     content  id <pos>-0   p start position, h digest, ts unix ms, and of a text
                           t text, i token ids (little-endian uint32 each), o end offset of each token's text within t
-                          (uint32 each, in code points); of embeddings
+                          (uint32 each, in code points), l logprobs where asked for (below); of embeddings
                           v vectors, one behind the other (little-endian float32)
     control  id <pos>-n   k kind, d JSON object, ts unix ms
 
 The digest is the first 16 hex digits of the SHA-256 of the stream's text from its start, in UTF-8: chunk borders
 do not show in it. Vectors have none: one that is made again is the same but for rounding.
+
+Logprobs are, for each token, its log probability (float32) and then the k best tokens, best first: id (uint32) and log
+probability (float32), little-endian. k is the same for all tokens of an entry; the field's length tells it.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
 
-from brokers.job import Content, Control, Entry
+from brokers.job import Content, Control, Entry, Scored
 
 
 class Digest:
@@ -36,10 +39,19 @@ class Digest:
         return self._hash.hexdigest()[:16]
 
 
-def fields(token_ids: Sequence[int], pieces: Sequence[str], digest: str) -> tuple[str | bytes, ...]:
-    """One content entry of a text, as the append function takes it."""
+def fields(
+    token_ids: Sequence[int], pieces: Sequence[str], digest: str, logprobs: Sequence[bytes] = ()
+) -> tuple[str | bytes, ...]:
+    """One content entry of a text, as the append function takes it; `logprobs` as `packed_logprobs` makes them."""
     offsets = tuple(accumulate(map(len, pieces)))
-    return digest, "t", "".join(pieces), "i", _packed(token_ids), "o", _packed(offsets)
+    text = (digest, "t", "".join(pieces), "i", _packed(token_ids), "o", _packed(offsets))
+    # All of a length, or none: a worker of the version before may have written a part of the text without them.
+    return (*text, "l", b"".join(logprobs)) if logprobs and len(set(map(len, logprobs))) == 1 and logprobs[0] else text
+
+
+def packed_logprobs(logprob: float, top: Sequence[tuple[int, float]]) -> bytes:
+    """Of one token."""
+    return struct.pack("<f" + "If" * len(top), logprob, *chain.from_iterable(top))
 
 
 def vector_fields(vectors: Sequence[bytes]) -> tuple[str | bytes, ...]:
@@ -70,6 +82,7 @@ def parse(entry_id: bytes, raw: Mapping[bytes, bytes]) -> Entry:
         text=raw.get(b"t", b"").decode(),
         token_ids=_unpacked(raw.get(b"i", b"")),
         offsets=_unpacked(raw.get(b"o", b"")),
+        logprobs=raw.get(b"l", b""),
         vectors=raw.get(b"v", b""),
         digest=raw[b"h"].decode(),
         ts_ms=ts_ms,
@@ -83,6 +96,7 @@ def cut(content: Content, after: int) -> Content:
         return content
     if content.vectors:
         return msgspec.structs.replace(content, start=after, vectors=content.vectors[skip * width(content) :])
+    each = len(content.logprobs) // (content.pos - content.start)
     head = content.offsets[skip - 1]
     return msgspec.structs.replace(
         content,
@@ -90,6 +104,7 @@ def cut(content: Content, after: int) -> Content:
         text=content.text[head:],
         token_ids=content.token_ids[skip:],
         offsets=tuple(offset - head for offset in content.offsets[skip:]),
+        logprobs=content.logprobs[skip * each :],
     )
 
 
@@ -100,13 +115,31 @@ def width(content: Content) -> int:
 
 def split(content: Content) -> list[bytes]:
     """The vectors of an entry, one each."""
-    each = width(content)
-    return [content.vectors[at : at + each] for at in range(0, len(content.vectors), each)]
+    return _split(content.vectors, content)
+
+
+def split_logprobs(content: Content) -> list[bytes]:
+    """The packed logprobs of an entry, one for each token, or none."""
+    return _split(content.logprobs, content)
+
+
+def scored(content: Content) -> list[Scored]:
+    """The logprobs of an entry, one for each token, or none."""
+    return [_scored(struct.unpack(f"<f{'If' * (len(packed) // 8)}", packed)) for packed in split_logprobs(content)]
 
 
 def head(content: Content, upto: int) -> str:
     """The text of an entry up to position `upto`, which is within it."""
     return content.text[: content.offsets[upto - content.start - 1]] if upto > content.start else ""
+
+
+def _scored(numbers: tuple[Any, ...]) -> Scored:
+    return Scored(numbers[0], tuple(zip(numbers[1::2], numbers[2::2], strict=True)))
+
+
+def _split(packed: bytes, content: Content) -> list[bytes]:
+    each = len(packed) // (content.pos - content.start)
+    return [packed[at : at + each] for at in range(0, len(packed), each)] if each else []
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

@@ -79,6 +79,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0  # [-2, 2], over the output, as OpenAI defines it
     stop: tuple[str, ...] = ()  # never shown, not even half
     ignore_eos: bool = False  # go on past end-of-sequence, for benchmarks
+    logit_bias: dict[int, float] = {}  # added to the logits of these tokens, [-100, 100]
+    stop_token_ids: tuple[int, ...] = ()  # they end the text and are not part of it
+    logprobs: int | None = None  # with each token the log probabilities of it and of so many best ones; None is off
+    json_schema: str | None = None  # the text is JSON that meets it
 
 
 class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
@@ -182,8 +186,16 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()  # pos - start of them
     offsets: tuple[int, ...] = ()  # end of each token's text within text, in code points
     vectors: bytes = b""  # of an embedding job: pos - start of them, one behind the other, little-endian float32
+    logprobs: bytes = b""  # where they were asked for, packed as brokers.entries has them
     digest: str = ""  # hex of the text from the stream's start to here, see ARCHITECTURE.md; vectors have none
     ts_ms: int = 0
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """A token's log probability, and those of the best tokens in its place: what the model gave, before sampling."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # token id and log probability, best first
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

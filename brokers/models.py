@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from brokers.errors import ConfigurationError, PromptRejected, UnknownModel
 from brokers.job import Kind
+from brokers.spelling import Spelling
 
 CARD = "lingbot.json"
 _RESCAN_S = 2.0  # how soon an imported or removed model is seen
@@ -56,6 +57,7 @@ class Model:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self.spelling = Spelling(self.tokenizer)
         self._template = _compile(self.card.chat_template) if self.card.chat_template else None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
@@ -106,6 +108,12 @@ class Registry:
             return self._models[name]
         except KeyError:
             raise UnknownModel(f"there is no model named {name[:80]!r}") from None
+
+    def spelling(self, name: str) -> Spelling:
+        """Of that model's tokens; they have no bytes any more when the model is gone."""
+        self._rescan()
+        model = self._models.get(name)
+        return model.spelling if model else Spelling()
 
     def _rescan(self) -> None:
         if time.monotonic() - self._scanned < _RESCAN_S:

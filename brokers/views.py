@@ -8,11 +8,27 @@ from msgspec import UNSET, UnsetType
 from brokers.job import Failure, FinishReason, Job, Kind, Lane, State, Usage
 
 
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that might have come, in OpenAI's words; `token_id` is an extension of the native routes."""
+
+    token_id: int | UnsetType = UNSET
+    token: str  # its text; bytes that are no whole character are escaped
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Alternative, frozen=True, kw_only=True):
+    """A token that came, and the best ones in its place. What the model gave, before sampling changed anything."""
+
+    top_logprobs: list[Alternative]
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What a job that has ended wrote: the text, or the embeddings of its inputs, in order."""
 
     text: str | UnsetType = UNSET
     embeddings: list[list[float] | str] | UnsetType = UNSET  # numbers, or base64 of little-endian float32
+    logprobs: list[TokenLogprob] | UnsetType = UNSET  # of each token, where they were asked for
     finish_reason: FinishReason | None
 
 

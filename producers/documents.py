@@ -29,7 +29,10 @@ BODY = (
     *("invalid_json", "too_deep", "invalid_text", "unknown_field", "missing_field", "invalid_parameter"),
     *("body_timeout", "body_too_large", "unsupported_encoding"),
 )
-PROMPT = ("empty_prompt", "prompt_too_long", "context_exceeded", "bad_prompt", "unknown_model", "unsupported_model")
+PROMPT = (
+    *("empty_prompt", "prompt_too_long", "context_exceeded", "bad_prompt", "unknown_model", "unsupported_model"),
+    *("invalid_schema", "schema_too_complex"),
+)
 PUBLISH = ("broker_unavailable", "no_queue", "queue_full")
 
 

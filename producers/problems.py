@@ -57,6 +57,12 @@ CATALOGUE: dict[str, Entry] = {
     "not_supported_yet": Entry(400, "Not supported yet", "Leave the field out."),
     "empty_prompt": Entry(400, "The prompt is empty", "Send at least one character."),
     "prompt_too_long": Entry(400, "The prompt is too long", "Send fewer characters."),
+    "invalid_schema": Entry(
+        400, "No text can be held to this schema", "Mend what is named, or leave out what is not supported."
+    ),
+    "schema_too_complex": Entry(
+        400, "The schema is too large or too complex", "Fewer alternatives, properties and repetitions are cheaper."
+    ),
     "context_exceeded": Entry(400, "Beyond the model's context", "Shorten the prompt or lower max_tokens."),
     "bad_cursor": Entry(400, "The cursor is wrong", "Give the id of the last event you read, a whole number from 0."),
     "missing_api_key": Entry(401, "No API key", "Send the header `Authorization: Bearer lb_...`."),

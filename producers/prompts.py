@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from brokers.errors import UnsupportedModel
@@ -56,11 +57,16 @@ def check_ids(model: Model, ids: list[int], param: str) -> Tokens:
     """Token ids a client sent. Raises Problem."""
     if not ids:
         raise Problem("empty_prompt", f"{param} is empty", param=param)
+    check_known(model, ids, param)
+    return tuple(ids)
+
+
+def check_known(model: Model, ids: Iterable[int], param: str) -> None:
+    """Refuse what is no token of the model's. Raises Problem."""
     bad = next((i for i in ids if not 0 <= i < model.card.vocab_size), None)
     if bad is not None:
         limit = model.card.vocab_size - 1
         raise Problem("invalid_parameter", f"{param} holds {bad}; token ids go from 0 to {limit}", param=param)
-    return tuple(ids)
 
 
 def fit(model: Model, ids: Tokens, max_tokens: int | None, default: int) -> Fit:

@@ -8,22 +8,42 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from brokers.job import Kind, Lane, Sampling
+from brokers.job import Kind, Lane
 from brokers.views import JobView
 from producers.bodies import check_text
-from producers.limits import STOP_CHARS, STOPS
+from producers.limits import BIASES, STOP_CHARS, STOPS, TOP_LOGPROBS
 from producers.problems import Problem
 
 Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS)]
 Label = Annotated[str, Meta(min_length=1, max_length=64)]
 Note = Annotated[str, Meta(max_length=512)]
+Top = Annotated[
+    int,
+    Meta(ge=0, le=TOP_LOGPROBS, description="With each token its log probability, and those of so many best ones"),
+]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 _ROLES = {"developer": "system"}  # OpenAI's newer word for it; chat templates know the older one
 
 
+class NamedSchema(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema. It is always followed to the letter, whatever `strict` says."""
+
+    schema: msgspec.Raw
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What the text must be: anything, a JSON object, or JSON that meets a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
 class SamplingFields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn, named as OpenAI names it, and four more."""
+    """How tokens are drawn, named as OpenAI names it, and five more."""
 
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; 1 when not given")] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1, description="Share of probability kept")] | None = None
@@ -37,6 +57,22 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     ignore_eos: Annotated[bool, Meta(description="Go on past the model's own end")] | None = None
+    logit_bias: (
+        Annotated[
+            dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(max_length=BIASES, description="By token id; added to its logit"),
+        ]
+        | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[int], Meta(max_length=STOPS, description="They end the text and are not part of it")] | None
+    ) = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """The best tokens whose logprobs are asked for beside the drawn one's; None when none are. Raises Problem."""
+        return None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -72,6 +108,7 @@ class JobRequest(SamplingFields, kw_only=True, frozen=True):
         None
     )
     max_tokens: Count | None = None
+    logprobs: Top | None = None
     lane: Lane = Lane.STANDARD
     expires_in: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Seconds it may take, from its start")] | None = (
         None
@@ -84,6 +121,10 @@ class JobRequest(SamplingFields, kw_only=True, frozen=True):
     region: str | None = None
     residency: msgspec.Raw | UnsetType = UNSET
 
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
 
 class JobPage(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs, newest first. `next_before` continues the listing."""
@@ -94,27 +135,12 @@ class JobPage(msgspec.Struct, frozen=True, kw_only=True):
     next_before: str | None = None
 
 
-def sampling(fields: SamplingFields, max_tokens: int, seed: int) -> Sampling:
-    """The job's sampling; what was not given, or given as null, takes its default. `seed` stands in for none."""
-    named = {name: getattr(fields, name) for name in _PLAIN}
-    given = {name: value for name, value in named.items() if value is not None}
-    return Sampling(
-        max_tokens=max_tokens,
-        seed=seed if fields.seed is None else fields.seed,
-        stop=_stops(fields.stop),
-        **given,
-    )
-
-
 def conversation(messages: list[Any]) -> list[dict[str, str]]:
     """Messages as a chat template takes them: roles it knows, content as one text. Raises Problem."""
     return [
         {"role": _ROLES.get(m.role, m.role), "content": _content(m.content, f"messages[{i}].content")}
         for i, m in enumerate(messages)
     ]
-
-
-_PLAIN = tuple(name for name in SamplingFields.__struct_fields__ if name not in {"seed", "stop"})
 
 
 def _content(content: str | list[Part], param: str) -> str:
@@ -130,10 +156,3 @@ def _content(content: str | list[Part], param: str) -> str:
             )
         check_text(part.text, f"{param}[{i}].text")
     return "".join(part.text or "" for part in content)
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for text in stops:
-        check_text(text, "stop")
-    return stops

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from brokers.errors import UnsupportedModel
 from brokers.job import Kind, Spec, TextSpec
 from brokers.models import Model
@@ -9,10 +11,11 @@ from producers import inputs, prompts
 from producers.limits import DEFAULT_MAX_TOKENS
 from producers.platform import Platform
 from producers.problems import Problem
-from producers.schemas import JobRequest, SamplingFields, conversation, sampling
+from producers.sampling import sampling
+from producers.schemas import JobRequest, SamplingFields, conversation
 from producers.submission import new_seed
 
-_OF_TEXTS = ("prompt", "messages", "max_tokens", *SamplingFields.__struct_fields__)
+_OF_TEXTS = ("prompt", "messages", "max_tokens", "logprobs", *SamplingFields.__struct_fields__)
 _OF_EMBEDDINGS = ("input", "dimensions")
 
 
@@ -28,7 +31,8 @@ async def spec_of(platform: Platform, model: Model, body: JobRequest) -> Spec:
         return await inputs.embedding_spec(platform, model, body.input, body.dimensions)
     _refuse(body, _OF_EMBEDDINGS, "makes text: give `prompt` or `messages`")
     fit = prompts.fit(model, await _encode(platform, model, body), body.max_tokens, DEFAULT_MAX_TOKENS)
-    return TextSpec(fit.ids, sampling(body, fit.max_tokens, new_seed()))
+    drawn = await sampling(model, body, new_seed())
+    return TextSpec(fit.ids, msgspec.structs.replace(drawn, max_tokens=fit.max_tokens))
 
 
 def _refuse(body: JobRequest, names: tuple[str, ...], instead: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from brokers import calls, connect
+from brokers import calls, connect, entries
 from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, Pushed
 from brokers.job import Failure, FinishReason, State
 from brokers.settings import Settings
@@ -156,9 +156,7 @@ class ModelEngine:
             for run, output in found:
                 self._progress(run, output)
         for run, output in found:
-            outcome = _outcome(output, run.intent) if output.finish else None
-            pieces = output.vectors or output.pieces
-            by_writer.setdefault(run.writer, []).append((run.stream, output.tokens, pieces, outcome))
+            by_writer.setdefault(run.writer, []).append(_pushed(run, output))
         for writer, pushed in by_writer.items():
             writer.push(pushed)
         for run, output in found:
@@ -255,7 +253,7 @@ class ModelEngine:
         """Out of this engine without an output of its own."""
         self._runs.pop(run.seq, None)
         if run.intent is Intent.CANCEL:
-            run.writer.push([(run.stream, (), (), Outcome(State.CANCELLED, FinishReason.CANCELLED))])
+            run.writer.push([Pushed(run.stream, outcome=Outcome(State.CANCELLED, FinishReason.CANCELLED))])
         run.out_of_engine.set()
         self._send(self._isolation.cleared(run.seq))
 
@@ -277,6 +275,12 @@ def _resumed(run: Run) -> Ask:
     if isinstance(run.request, EmbedRequest):
         return msgspec.structs.replace(run.request, done=run.stream.pos)
     return msgspec.structs.replace(run.request, output=tuple(run.stream.token_ids))
+
+
+def _pushed(run: Run, output: Output) -> Pushed:
+    outcome = _outcome(output, run.intent) if output.finish else None
+    logprobs = [entries.packed_logprobs(scored.logprob, scored.top) for scored in output.logprobs]
+    return Pushed(run.stream, output.tokens, output.vectors or output.pieces, outcome, logprobs)
 
 
 def _outcome(output: Output, intent: Intent | None) -> Outcome | None:

@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from brokers import calls, connect, entries
-from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, VectorStream
+from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, Pushed, VectorStream
 from brokers.envelope import Envelope
 from brokers.errors import SealBroken, UnknownSealKey
-from brokers.job import Content, Failure, FinishReason, Job, Kind, Lane, Spec, State, TextSpec
+from brokers.job import Content, Failure, FinishReason, Job, Kind, Lane, Sampling, Spec, State, TextSpec
 from brokers.seal import first_generation
 from workers.engine.protocol import Ask, EmbedRequest, Request, SamplingParams
 from workers.engines import Intent, ModelEngine, Run
@@ -136,7 +136,7 @@ class Runner:
                 writer.remove(stream)
                 raise
         if engine is None or request is None:
-            writer.push([(stream, (), (), Outcome(State.FAILED, FinishReason.ERROR, refusal))])
+            writer.push([Pushed(stream, outcome=Outcome(State.FAILED, FinishReason.ERROR, refusal))])
             while not stream.settled.wait(_LOOK_S):
                 self._leave_if_asked(stream, writer)
             return self._report(stream)
@@ -218,14 +218,16 @@ def _restore(stream: OwnedStream, rows: list[entries.Row], pos: int) -> None:
     """Take up what earlier owners delivered."""
     token_ids: list[int] = []
     pieces: list[Any] = []
+    logprobs: list[bytes] = []
     for entry_id, raw in rows:
         entry = entries.parse(entry_id, raw)
         if isinstance(entry, Content) and entry.start == len(pieces):
             token_ids += entry.token_ids
             pieces += entries.split(entry) if entry.vectors else _pieces(entry)
+            logprobs += entries.split_logprobs(entry) or [b""] * (entry.pos - entry.start)
     if len(pieces) != pos:
         raise LostContentError
-    stream.restore(token_ids, pieces)
+    stream.restore(token_ids, pieces, logprobs)
 
 
 def _pieces(entry: Content) -> list[str]:
@@ -247,20 +249,8 @@ def _request(job: Job, spec: Spec) -> Ask:
 
 
 def _text_request(job: Job, spec: TextSpec) -> Request:
-    s = spec.sampling
-    sampling = SamplingParams(
-        max_tokens=s.max_tokens,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        seed=s.seed,
-        repetition_penalty=s.repetition_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        stop=s.stop,
-        ignore_eos=s.ignore_eos,
-    )
+    asked = spec.sampling
+    sampling = SamplingParams(**{name: getattr(asked, name) for name in Sampling.__struct_fields__})
     return Request(
         seq=job.id,
         prompt=spec.prompt_ids,

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from brokers.errors import LingbotError
 from brokers.job import Content, Entry, Usage
 from producers import problems, sse
-from producers.openai.replies import Shape, total
+from producers.openai.replies import Said, Shape, total
 from producers.openai.waiting import Waiting, succeeded
 from producers.problems import Problem
 from producers.replies import reply
+from producers.scores import scores
 from producers.tails import Tails, is_end
 from producers.texts import End, Text, end_of
 
@@ -33,7 +34,7 @@ async def whole(request: Request, generation: Generation) -> Response:
     """The answer once every job has ended."""
     texts = await generation.result(request, _read_all(generation))
     usage = total([end.usage for _, end in texts], generation.choices_per_prompt)
-    answer = generation.shape.whole([(text, end.finish_reason) for text, end in texts], usage)
+    answer = generation.shape.whole([(said, end.finish_reason) for said, end in texts], usage)
     return reply(answer, headers=generation.headers)
 
 
@@ -52,8 +53,8 @@ async def stream(request: Request, generation: Generation) -> Response:
     )
 
 
-async def _read_all(generation: Generation) -> list[tuple[str, End]]:
-    """Text and end of every choice. Raises Problem as soon as one of them is no answer."""
+async def _read_all(generation: Generation) -> list[tuple[Said, End]]:
+    """What every choice said, and its end. Raises Problem as soon as one of them is no answer."""
     texts = [Text() for _ in generation.jobs]
     tails = await _tails(generation)
     try:
@@ -64,7 +65,7 @@ async def _read_all(generation: Generation) -> list[tuple[str, End]]:
                     succeeded(end_of(entry))
     finally:
         await tails.close()
-    return [(text.text, text.end) for text in texts if text.end]
+    return [(Said(text.text, text.scores), text.end) for text in texts if text.end]
 
 
 async def _tails(generation: Generation) -> Tails:
@@ -77,12 +78,13 @@ async def _tails(generation: Generation) -> Tails:
 async def _frames(generation: Generation, tails: Tails, request_id: str) -> AsyncIterator[bytes]:
     shape, platform = generation.shape, generation.platform
     usages: dict[int, Usage] = {}
+    lengths = [0] * len(generation.jobs)  # of the choices' texts so far
     openings = [shape.opening(index) for index in range(len(generation.jobs))]
     try:
         yield b"".join(sse.data(chunk) for chunk in openings if chunk) or sse.HEARTBEAT
         while not tails.ended:
             ready = await tails.take(platform.settings.heartbeat_s)
-            yield b"".join(_frame(shape, usages, index, entry) for index, entry in ready) or sse.HEARTBEAT
+            yield b"".join(_frame(shape, usages, lengths, index, entry) for index, entry in ready) or sse.HEARTBEAT
         yield _last_frames(generation, usages)
     except (LingbotError, Problem) as error:
         generation.abandon()
@@ -90,10 +92,12 @@ async def _frames(generation: Generation, tails: Tails, request_id: str) -> Asyn
         yield sse.data(problems.openai_body(problem, request_id))
 
 
-def _frame(shape: Shape, usages: dict[int, Usage], index: int, entry: Entry) -> bytes:
+def _frame(shape: Shape, usages: dict[int, Usage], lengths: list[int], index: int, entry: Entry) -> bytes:
     """Raises Problem at the end of a job that failed, and for a text that changed under its reader."""
     if isinstance(entry, Content):
-        return sse.data(shape.text(index, entry.text)) if entry.text else b""
+        said = Said(entry.text, scores(entry, lengths[index]))
+        lengths[index] += len(entry.text)
+        return sse.data(shape.chunk(index, said)) if said.text or said.scores else b""
     if is_end(entry):
         end = succeeded(end_of(entry))
         usages[index] = end.usage

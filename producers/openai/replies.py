@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from brokers.job import FinishReason, Usage
+from brokers.spelling import Spelling
+from brokers.views import TokenLogprob
+from producers.scores import Score, finite, text_of, worded
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,12 +28,28 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a choice's tokens, or of those that a chunk brings."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Likewise, side by side, as completions have them."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One choice."""
 
     index: int
     message: ChatAnswer
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str
 
 
@@ -59,7 +78,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -81,7 +100,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -97,15 +116,31 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: None = None
 
 
+class Said(NamedTuple):
+    """What a choice has said, all of it or one chunk."""
+
+    text: str
+    scores: list[Score]
+
+
+class About(NamedTuple):
+    """What every answer to one request says of itself."""
+
+    request_id: str
+    created: int
+    model: str
+    spelling: Spelling | None = None  # of the model's tokens, when their logprobs are asked for
+
+
 class Shape(Protocol):
     """How one route words what was generated."""
 
-    def whole(self, texts: list[tuple[str, FinishReason]], usage: UsageBody) -> object: ...
+    def whole(self, said: list[tuple[Said, FinishReason]], usage: UsageBody) -> object: ...
 
     def opening(self, index: int) -> object | None:
         """The chunk that comes before a choice's text, if there is one."""
 
-    def text(self, index: int, text: str) -> object: ...
+    def chunk(self, index: int, said: Said) -> object: ...
 
     def finish(self, index: int, reason: FinishReason) -> object: ...
 
@@ -115,21 +150,25 @@ class Shape(Protocol):
 class ChatShape:
     """POST /v1/chat/completions."""
 
-    def __init__(self, request_id: str, created: int, model: str, service_tier: str | None) -> None:
-        self._id = f"chatcmpl-{request_id}"
-        self._created = created
-        self._model = model
+    def __init__(self, about: About, service_tier: str | None) -> None:
+        self._id = f"chatcmpl-{about.request_id}"
+        self._about = about
         self._tier = service_tier
 
-    def whole(self, texts: list[tuple[str, FinishReason]], usage: UsageBody) -> ChatCompletion:
+    def whole(self, said: list[tuple[Said, FinishReason]], usage: UsageBody) -> ChatCompletion:
         choices = [
-            ChatChoice(index=i, message=ChatAnswer(content=text), finish_reason=reason.value)
-            for i, (text, reason) in enumerate(texts)
+            ChatChoice(
+                index=i,
+                message=ChatAnswer(content=one.text),
+                logprobs=self._logprobs(one),
+                finish_reason=reason.value,
+            )
+            for i, (one, reason) in enumerate(said)
         ]
         return ChatCompletion(
             id=self._id,
-            created=self._created,
-            model=self._model,
+            created=self._about.created,
+            model=self._about.model,
             choices=choices,
             usage=usage,
             service_tier=self._tier,
@@ -138,8 +177,9 @@ class ChatShape:
     def opening(self, index: int) -> ChatChunk:
         return self._chunk([ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
 
-    def text(self, index: int, text: str) -> ChatChunk:
-        return self._chunk([ChatChunkChoice(index=index, delta=Delta(content=text))])
+    def chunk(self, index: int, said: Said) -> ChatChunk:
+        delta = Delta(content=said.text)
+        return self._chunk([ChatChunkChoice(index=index, delta=delta, logprobs=self._logprobs(said))])
 
     def finish(self, index: int, reason: FinishReason) -> ChatChunk:
         return self._chunk([ChatChunkChoice(index=index, delta=Delta(), finish_reason=reason.value)])
@@ -147,11 +187,15 @@ class ChatShape:
     def usage(self, usage: UsageBody) -> ChatChunk:
         return self._chunk([], usage)
 
+    def _logprobs(self, said: Said) -> ChatLogprobs | None:
+        spelling = self._about.spelling
+        return ChatLogprobs(content=worded(said.scores, spelling)) if spelling else None
+
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | None = None) -> ChatChunk:
         return ChatChunk(
             id=self._id,
-            created=self._created,
-            model=self._model,
+            created=self._about.created,
+            model=self._about.model,
             choices=choices,
             usage=usage,
             service_tier=self._tier,
@@ -161,20 +205,22 @@ class ChatShape:
 class CompletionShape:
     """POST /v1/completions."""
 
-    def __init__(self, request_id: str, created: int, model: str) -> None:
-        self._id = f"cmpl-{request_id}"
-        self._created = created
-        self._model = model
+    def __init__(self, about: About) -> None:
+        self._id = f"cmpl-{about.request_id}"
+        self._about = about
 
-    def whole(self, texts: list[tuple[str, FinishReason]], usage: UsageBody) -> Completion:
-        choices = [TextChoice(index=i, text=text, finish_reason=reason.value) for i, (text, reason) in enumerate(texts)]
+    def whole(self, said: list[tuple[Said, FinishReason]], usage: UsageBody) -> Completion:
+        choices = [
+            TextChoice(index=i, text=one.text, logprobs=self._logprobs(one), finish_reason=reason.value)
+            for i, (one, reason) in enumerate(said)
+        ]
         return self._completion(choices, usage)
 
     def opening(self, index: int) -> None:
         return None
 
-    def text(self, index: int, text: str) -> Completion:
-        return self._completion([TextChoice(index=index, text=text)])
+    def chunk(self, index: int, said: Said) -> Completion:
+        return self._completion([TextChoice(index=index, text=said.text, logprobs=self._logprobs(said))])
 
     def finish(self, index: int, reason: FinishReason) -> Completion:
         return self._completion([TextChoice(index=index, text="", finish_reason=reason.value)])
@@ -182,8 +228,27 @@ class CompletionShape:
     def usage(self, usage: UsageBody) -> Completion:
         return self._completion([], usage)
 
+    def _logprobs(self, said: Said) -> TextLogprobs | None:
+        spelling = self._about.spelling
+        if spelling is None:
+            return None
+        tokens = [text_of(spelling.of(score.token_id)) for score in said.scores]
+        tops = [
+            {text_of(spelling.of(token_id)): finite(logprob) for token_id, logprob in score.scored.top}
+            | {token: finite(score.scored.logprob)}
+            for token, score in zip(tokens, said.scores, strict=True)
+        ]
+        return TextLogprobs(
+            tokens=tokens,
+            token_logprobs=[finite(score.scored.logprob) for score in said.scores],
+            top_logprobs=tops if any(score.scored.top for score in said.scores) else None,
+            text_offset=[score.offset for score in said.scores],
+        )
+
     def _completion(self, choices: list[TextChoice], usage: UsageBody | None = None) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return Completion(
+            id=self._id, created=self._about.created, model=self._about.model, choices=choices, usage=usage
+        )
 
 
 def total(usages: list[Usage], choices_per_prompt: int) -> UsageBody:

@@ -1,7 +1,8 @@
 """What OpenAI's generation routes take.
 
 A field of theirs that would change the answer and is not supported is refused, never ignored; values that ask for
-nothing are taken. `top_k`, `min_p`, `repetition_penalty` and `ignore_eos` are extensions.
+nothing are taken. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and
+`stop_token_ids` are extensions, and so is `response_format` for completions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from msgspec import Meta
 from brokers.job import Lane
 from producers.limits import CHOICES, PROMPTS, SEQUENCES
 from producers.problems import Problem
-from producers.schemas import Count, Part, SamplingFields
+from producers.schemas import Count, Part, SamplingFields, Top
 
 _LANES = {"flex": Lane.BATCH, "standard": Lane.STANDARD}
 
@@ -24,21 +25,20 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": (),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": (),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
 """Fields not supported here, and the values, beside null, that ask for nothing."""
+
+_TOOLS = "Tools are to come. Until then describe the functions in a message, and ask for the call with response_format."
+_HINTS = dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,8 +61,6 @@ class GenerationRequest(SamplingFields, kw_only=True, frozen=True):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    logit_bias: Any = None
-    logprobs: Any = None
     store: Any = None
 
     @property
@@ -98,24 +96,37 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     audio: Any = None
     function_call: Any = None
     functions: Any = None
+    logprobs: bool | None = None
     modalities: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
-    top_logprobs: Any = None
+    top_logprobs: Top | None = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    @property
+    def alternatives(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise Problem("invalid_parameter", "top_logprobs goes with logprobs: true", param="top_logprobs")
+        return None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[str | int | list[int]]
+    logprobs: Top | None = None
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
@@ -123,7 +134,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     for name, harmless in _HARMLESS.items():
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
-            raise Problem("unsupported_parameter", f"{name} is not supported here", param=name)
+            raise Problem("unsupported_parameter", f"{name} is not supported here", param=name, hint=_HINTS.get(name))
     if request.stream_options is not None and not request.stream:
         raise Problem("invalid_parameter", "stream_options goes with stream: true", param="stream_options")
 
@@ -132,8 +143,10 @@ def check_messages(messages: list[ChatMessage]) -> None:
     """Raises Problem for turns that speak of tools, and for those without content."""
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if message.role in {"tool", "function"} or message.tool_calls or message.function_call or message.audio:
-            raise Problem("unsupported_parameter", f"{where}: tools and audio are not supported here", param=where)
+        if message.role in {"tool", "function"} or message.tool_calls or message.function_call:
+            raise Problem("unsupported_parameter", f"{where}: tools are not supported here", param=where, hint=_TOOLS)
+        if message.audio:
+            raise Problem("unsupported_parameter", f"{where}: audio is not supported here", param=where)
         if message.content is None:
             raise Problem("missing_field", f"{where}.content is missing", param=f"{where}.content")
 

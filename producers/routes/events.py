@@ -7,18 +7,22 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from brokers import entries
 from brokers.errors import LingbotError
 from brokers.job import Content, Control, Entry, Job
+from brokers.views import TokenLogprob
 from producers import problems, sse
 from producers.auth import Right, authorize
 from producers.documents import Plain, answer, failures, header, path, query
 from producers.limits import FIRST_LOOK_S
 from producers.platform import platform_of
 from producers.problems import Problem
+from producers.scores import scores, worded
 from producers.tails import Tails, is_end
+from producers.texts import Wording
 from producers.vectors import ENCODING, Embedding, Encoding, encoded, encoding_asked
 
 _CURSOR = re.compile(r"\d{1,15}\Z", re.ASCII)
@@ -40,6 +44,7 @@ class TokenData(msgspec.Struct, frozen=True):
     pos: int
     text: str
     index: int = _INDEX
+    logprobs: list[TokenLogprob] | UnsetType = UNSET  # of each token, where they were asked for
 
 
 async def stream_events(request: Request) -> sse.EventStream:
@@ -49,7 +54,7 @@ async def stream_events(request: Request) -> sse.EventStream:
     after, encoding = _cursor(request), encoding_asked(request)
     job = await platform.job(principal, job_id)
     _check_reach(job, after)
-    home = await platform.home(job_id)
+    home, how = await platform.home(job_id), Wording(encoding, platform.registry.spelling(job.model))
     tails = Tails([home.reader.tail_batches(job, after)])
     await tails.open()
     try:
@@ -57,29 +62,30 @@ async def stream_events(request: Request) -> sse.EventStream:
     except BaseException:
         await tails.close()
         raise
-    return sse.EventStream(tails, _frames(tails, first, platform.settings.heartbeat_s, encoding), platform)
+    return sse.EventStream(tails, _frames(tails, first, platform.settings.heartbeat_s, how), platform)
 
 
 async def _frames(
-    tails: Tails, ready: list[tuple[int, Entry]], heartbeat_s: float, encoding: Encoding
+    tails: Tails, ready: list[tuple[int, Entry]], heartbeat_s: float, how: Wording
 ) -> AsyncIterator[bytes]:
     """Chunks of frames; everything that is ready goes in one."""
     try:
-        yield sse.RETRY + b"".join(_frame(entry, encoding) for _, entry in ready)
+        yield sse.RETRY + b"".join(_frame(entry, how) for _, entry in ready)
         while not tails.ended:
             ready = await tails.take(heartbeat_s)
-            yield b"".join(_frame(entry, encoding) for _, entry in ready) or sse.HEARTBEAT
+            yield b"".join(_frame(entry, how) for _, entry in ready) or sse.HEARTBEAT
     except LingbotError as error:
         problem = problems.of(error)
         yield sse.event("error", {"code": problem.code, "message": problem.detail, "index": _INDEX})
 
 
-def _frame(entry: Entry, encoding: Encoding) -> bytes:
+def _frame(entry: Entry, how: Wording) -> bytes:
     if isinstance(entry, Content) and entry.vectors:
-        embeddings = encoded(entries.split(entry), encoding)
+        embeddings = encoded(entries.split(entry), how.encoding)
         return sse.event("embedding", EmbeddingData(entry.pos, entry.start, embeddings), cursor=entry.pos)
     if isinstance(entry, Content):
-        return sse.event("token", TokenData(entry.pos, entry.text), cursor=entry.pos)
+        logprobs = worded(scores(entry, 0), how.spelling, with_ids=True) if entry.logprobs else UNSET
+        return sse.event("token", TokenData(entry.pos, entry.text, logprobs=logprobs), cursor=entry.pos)
     if is_end(entry):
         return _end(entry)
     # Other control entries leave the cursor; after a restart the client's is of a text that is no more.
@@ -131,7 +137,8 @@ PLAIN = (
             "tags": ["jobs"],
             "operationId": "stream_events",
             "summary": "Stream Events",
-            "description": "What the job writes, as it comes. Events: of a text `token` `{pos, text, index}`, of an "
+            "description": "What the job writes, as it comes. Events: of a text `token` `{pos, text, index}`, "
+            "with `logprobs` where they were asked for, of an "
             "embedding job `embedding` `{pos, start, embeddings, index}`, and of both `progress` `{pos, kind, index, "
             "...}`, `error` `{code, message, index}`, and last `end` `{pos, status, finish_reason, usage, digest, "
             "index}`. The id of an event is its position: send it as `Last-Event-ID` or `?after=` to go on "

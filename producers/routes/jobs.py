@@ -66,8 +66,7 @@ async def show_job(
     """A job's state, and its result once it has ended."""
     platform = platform_of(request)
     job = await platform.job(caller, job_id)
-    home = await platform.home(job_id)
-    return _shown(platform, job, 200, await texts.replay(home.reader, job, encoding_format) if job.ended else None)
+    return _shown(platform, job, 200, await _replayed(platform, job, encoding_format) if job.ended else None)
 
 
 @router.get(
@@ -166,7 +165,7 @@ async def _wait(request: Request, platform: Platform, job: Job, wait_s: float, e
     except (TimeoutError, GoingAway, ReaderGone, StreamGone, StreamGap):
         whole = None
     now = await home.store.get(job.id) or job
-    result = await whole.result(encoding) if whole and now.ended else None
+    result = await whole.result(_wording(platform, job, encoding)) if whole and now.ended else None
     response = _shown(platform, now, 200 if now.ended else 202, result)
     response.headers["Preference-Applied"] = f"wait={wait_s:g}"
     return response
@@ -176,6 +175,15 @@ async def _read(platform: Platform, job: Job, wait_s: float) -> texts.Text | tex
     home = await platform.home(job.id)
     async with asyncio.timeout(wait_s):
         return await texts.read(home.reader, job)
+
+
+async def _replayed(platform: Platform, job: Job, encoding: Encoding) -> Result | None:
+    home = await platform.home(job.id)
+    return await texts.replay(home.reader, job, _wording(platform, job, encoding))
+
+
+def _wording(platform: Platform, job: Job, encoding: Encoding) -> texts.Wording:
+    return texts.Wording(encoding, platform.registry.spelling(job.model))
 
 
 def _shown(platform: Platform, job: Job, status: int, result: Result | None = None) -> Response:

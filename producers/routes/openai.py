@@ -7,17 +7,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from brokers.job import TextSpec
+from brokers.job import Sampling, TextSpec
 from brokers.keys import Principal
 from brokers.models import Model
 from producers import prompts
 from producers.auth import Anyone, Right, authorize
 from producers.bodies import decode, read
 from producers.documents import BODY, PROMPT, PUBLISH, Handler, Plain, answer, body_of, failures
-from producers.idempotency import KEY, ONCE, Once, once, submit_once
+from producers.idempotency import KEY, ONCE, once, submit_once
 from producers.limits import DEFAULT_MAX_TOKENS, OPENAI_EXPIRES_S
 from producers.openai import generation
-from producers.openai.replies import ChatCompletion, ChatShape, Completion, CompletionShape, Shape
+from producers.openai.replies import About, ChatCompletion, ChatShape, Completion, CompletionShape, Shape
 from producers.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -29,7 +29,8 @@ from producers.openai.requests import (
 from producers.platform import Platform, platform_of
 from producers.problems import Problem
 from producers.replies import reply
-from producers.schemas import conversation, sampling
+from producers.sampling import sampling
+from producers.schemas import conversation
 from producers.submission import Draft, new_seed
 
 router = APIRouter(tags=["OpenAI"])
@@ -70,8 +71,7 @@ async def create_chat_completion(request: Request) -> Response:
     model = prompts.text_model(platform, body.model)
     ids = await prompts.encode_chat(platform, model, conversation(body.messages))
     fit = prompts.fit(model, ids, max_tokens, DEFAULT_MAX_TOKENS)
-    drafts = _drafts(platform, principal, body, model, [fit])
-    return await _generate(request, platform, once(request, principal, body), drafts, body)
+    return await _generate(request, platform, principal, body, model, [fit])
 
 
 async def create_completion(request: Request) -> Response:
@@ -83,8 +83,7 @@ async def create_completion(request: Request) -> Response:
     model = prompts.text_model(platform, body.model)
     encoded = [await _encode(platform, model, prompt) for prompt in asked]
     fits = [prompts.fit(model, ids, body.max_tokens, _COMPLETION_MAX_TOKENS) for ids in encoded]
-    drafts = _drafts(platform, principal, body, model, fits)
-    return await _generate(request, platform, once(request, principal, body), drafts, body)
+    return await _generate(request, platform, principal, body, model, fits)
 
 
 @router.get("/v1/models", responses={200: answer("The models", ModelList), **failures(openai=True)})
@@ -103,14 +102,21 @@ async def show_model(request: Request, model: str, _: Anyone) -> Response:
 
 
 async def _generate(
-    request: Request, platform: Platform, key: Once | None, drafts: list[Draft], body: GenerationRequest
+    request: Request,
+    platform: Platform,
+    principal: Principal,
+    body: GenerationRequest,
+    model: Model,
+    fits: list[prompts.Fit],
 ) -> Response:
-    jobs, replayed = await submit_once(platform, key, drafts)
+    drawn = await sampling(model, body, new_seed())
+    key = once(request, principal, body)
+    jobs, replayed = await submit_once(platform, key, _drafts(platform, principal, body, fits, drawn))
     generated = generation.Generation(
         platform=platform,
         jobs=jobs,
         choices_per_prompt=body.n or 1,
-        shape=_shape(body, jobs[0].id, jobs[0].created_ms // 1000),
+        shape=_shape(body, jobs[0].id, jobs[0].created_ms // 1000, model),
         include_usage=body.include_usage,
         keyed=key is not None,
         replayed=replayed,
@@ -119,16 +125,15 @@ async def _generate(
 
 
 def _drafts(
-    platform: Platform, principal: Principal, body: GenerationRequest, model: Model, fits: list[prompts.Fit]
+    platform: Platform, principal: Principal, body: GenerationRequest, fits: list[prompts.Fit], drawn: Sampling
 ) -> list[Draft]:
     """One a choice: prompts in order, the choices of a prompt side by side, one seed for all of them."""
-    seed = new_seed()
     return [
         Draft(
             tenant=principal.tenant,
-            model=model.card.name,
+            model=body.model,
             lane=body.lane,
-            spec=TextSpec(fit.ids, sampling(body, fit.max_tokens, seed), choice),
+            spec=TextSpec(fit.ids, msgspec.structs.replace(drawn, max_tokens=fit.max_tokens), choice),
             expires_s=min(OPENAI_EXPIRES_S, platform.settings.max_expires_s),
         )
         for fit in fits
@@ -150,10 +155,11 @@ async def _encode(platform: Platform, model: Model, prompt: str | list[int]) -> 
     return prompts.check_ids(model, prompt, "prompt")
 
 
-def _shape(body: GenerationRequest, request_id: str, created: int) -> Shape:
+def _shape(body: GenerationRequest, request_id: str, created: int, model: Model) -> Shape:
+    about = About(request_id, created, body.model, None if body.alternatives is None else model.spelling)
     if isinstance(body, ChatRequest):
-        return ChatShape(request_id, created, body.model, body.service_tier)
-    return CompletionShape(request_id, created, body.model)
+        return ChatShape(about, body.service_tier)
+    return CompletionShape(about)
 
 
 def _model_object(model: Model) -> ModelObject:

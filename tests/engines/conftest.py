@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from brokers.job import Kind
 from brokers.models import Card
 from tests.engines.driving import Driver
-from workers.engine.build import EngineCard, build_model, read_card
+from workers.engine.build import EngineCard, build_guides, build_model, read_card
 from workers.engine.loop import BatchEngine
 from workers.engine.protocol import Engine
 from workers.engine.wire import EngineOptions
@@ -125,11 +125,13 @@ def make(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[..., Dr
 
 
 def _batch_maker(folder: Path, card: EngineCard) -> Maker:
+    model = build_model(folder, card, OPTIONS)
     return partial(
         BatchEngine,
-        build_model(folder, card, OPTIONS),
+        model,
         slots=OPTIONS.slots,
         kv_tokens=OPTIONS.kv_tokens,
         prefix_tokens=OPTIONS.prefix_tokens,
         eos_ids=card.eos_token_ids,
+        guides=build_guides(folder, card, model),
     )

@@ -11,7 +11,7 @@ import pytest
 
 from brokers import calls, connect, entries
 from brokers.chunk_reader import ChunkReader
-from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream
+from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, Pushed
 from brokers.errors import StreamGap, StreamGone
 from brokers.job import Content, Control, Entry, FinishReason, Job, State
 from brokers.settings import Settings
@@ -56,7 +56,7 @@ class Writing:
         return stream
 
     def push(self, stream: OwnedStream, text: str, outcome: Outcome | None = None) -> None:
-        self.writer.push([(stream, [ord(char) for char in text], list(text), outcome)])
+        self.writer.push([Pushed(stream, [ord(char) for char in text], list(text), outcome)])
 
 
 @pytest.fixture

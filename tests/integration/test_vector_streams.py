@@ -9,7 +9,7 @@ import msgspec
 
 from brokers import calls, connect, entries
 from brokers.chunk_reader import ChunkReader
-from brokers.chunk_writer import OwnedStream, VectorStream
+from brokers.chunk_writer import OwnedStream, Pushed, VectorStream
 from brokers.job import Content, Control, Entry, Job, Kind
 from brokers.settings import Settings
 from brokers.store import Store
@@ -52,7 +52,7 @@ async def test_many_vectors_at_once_are_many_small_entries_and_then_the_end(
     job = await queued(store, settings)
     reading = asyncio.create_task(collect(reader, job))
     written = [vector(n) for n in range(2000)]
-    writing.writer.push([(own(writing, job), (), written, DONE)])
+    writing.writer.push([Pushed(own(writing, job), (), written, DONE)])
     found = await reading
     assert vectors_of(found) == written
     contents = [entry for entry in found if isinstance(entry, Content)]
@@ -68,7 +68,7 @@ async def test_what_the_store_forgot_is_written_again_from_there(
 ) -> None:
     job = await queued(store, settings)
     stream = own(writing, job)
-    writing.writer.push([(stream, (), [vector(n) for n in range(50)], None)])
+    writing.writer.push([Pushed(stream, (), [vector(n) for n in range(50)], None)])
     while stream.waiting:
         await asyncio.sleep(0.01)
     for command in (
@@ -77,7 +77,7 @@ async def test_what_the_store_forgot_is_written_again_from_there(
     ):
         connect.send(writing.writer.client, calls.Call(command, bool))
     connect.send(writing.writer.client, calls.Call(("HSET", stream.keys.record, "pos", 0, "ctl", 1), bool))
-    writing.writer.push([(stream, (), [vector(50)], DONE)])
+    writing.writer.push([Pushed(stream, (), [vector(50)], DONE)])
     assert vectors_of(await collect(reader, job)) == [vector(n) for n in range(51)]
 
 
@@ -87,11 +87,11 @@ async def test_a_reader_goes_on_although_what_it_read_is_made_again_and_rounded_
     job = await queued(store, settings)
     first = own(writing, job)
     reading = Reading(reader, job)
-    writing.writer.push([(first, (), [vector(n) for n in range(30)], None)])
+    writing.writer.push([Pushed(first, (), [vector(n) for n in range(30)], None)])
     await reading.until(30)
     await lose(store, writing, settings, job)
     again = [vector(n, rounding=1e-3) for n in range(45)]
-    writing.writer.push([(own(writing, job, "two"), (), again, DONE)])
+    writing.writer.push([Pushed(own(writing, job, "two"), (), again, DONE)])
     found = await reading.end()
     assert restarts(found) == []
     assert vectors_of(found) == [*(vector(n) for n in range(30)), *again[30:]]

@@ -9,6 +9,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from workers.engine.embedding import EmbeddingEngine, Encoder
+from workers.engine.guide import GuideMaker
 from workers.engine.loop import BatchEngine, BatchModel
 from workers.engine.protocol import Embedder, Engine
 from workers.engine.wire import EngineOptions
@@ -50,14 +51,23 @@ def build_engine(folder: Path, options: EngineOptions) -> Engine:
         from workers.engine.vllm_engine import load_engine
 
         return load_engine(folder, card, options)
+    model = build_model(folder, card, options)
     return BatchEngine(
-        build_model(folder, card, options),
+        model,
         slots=options.slots,
         kv_tokens=options.kv_tokens,
         prefix_tokens=options.prefix_tokens,
         name=card.engine,
         eos_ids=card.eos_token_ids,
+        guides=build_guides(folder, card, model),
     )
+
+
+def build_guides(folder: Path, card: EngineCard, model: BatchModel) -> GuideMaker | None:
+    """What holds texts to schemas. The scripted model says what it says, whatever is allowed."""
+    if card.engine == "scripted":
+        return None
+    return GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids)
 
 
 def build_model(folder: Path, card: EngineCard, options: EngineOptions) -> BatchModel:

@@ -23,7 +23,7 @@ from workers.engine.scheduler import Keep, Move, Restore
 
 _BLOCK = 256  # tokens by which rows get longer
 _ALIGN = 32  # the view ends at a multiple of it: attention over fewer keys takes other ways, and other roundings
-
+_SPLIT = 512  # keys that torch's CPU attention takes at once: their sum is split where there are more than half of it
 
 _Block = tuple[Tensor, Tensor]
 """Keys and values [heads, BLOCK, dim] of one layer, kept beside the rectangle."""
@@ -31,15 +31,16 @@ _Block = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class Place:
-    """Where the forward in hand writes and reads: rows first .. first + len(starts), columns 0 .. reach."""
+    """Where the forward in hand writes and reads: rows first .. first + len(starts)."""
 
     first: int
     starts: list[int]  # of each row: the column of its first new token
     lengths: list[int]  # of each row: how many of the forward's tokens are its own, the rest is padding
 
     @property
-    def reach(self) -> int:
-        return _aligned(max(start + length for start, length in zip(self.starts, self.lengths, strict=True)))
+    def end(self) -> int:
+        """Of the fullest row, in tokens."""
+        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is typed in parts
@@ -73,7 +74,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
         else:
             for row, start, length in zip(range(len(place.starts)), place.starts, place.lengths, strict=True):
                 rows[row, :, start : start + length] = new[row, :, :length]
-        return rows[:, :, : place.reach]
+        return rows[:, :, : self._cache.reach]
 
     def reshape(self, rows: int, length: int) -> None:
         if self.is_initialized:
@@ -100,19 +101,22 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
         self.values[row].zero_()
 
     def get_seq_length(self) -> int:
-        return self._cache.place.reach
+        return self._cache.reach
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.place.reach, 0
+        return self._cache.reach, 0
 
 
 class SlotCache(Cache):
-    """All layers' rectangles, of at most `slots` rows and about `kv_tokens` tokens."""
+    """All layers' rectangles, of at most `slots` rows and about `kv_tokens` tokens.
 
-    def __init__(self, layers: int, slots: int, kv_tokens: int, device: torch.device) -> None:
+    `exact`: what the attention is given of a row has lengths at which torch's CPU kernel adds up in one order.
+    """
+
+    def __init__(self, layers: int, slots: int, kv_tokens: int, device: torch.device, *, exact: bool = False) -> None:
         self.slots = [SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self.slots))
         self._blocks: list[dict[int, _Block]] = [{} for _ in self.slots]  # of each layer, by number
@@ -120,17 +124,25 @@ class SlotCache(Cache):
         self._most_rows = slots
         self._kv_tokens = kv_tokens
         self._device = device
+        self._exact = exact
         self.aim(Place(0, [0], [1]))
 
     def aim(self, place: Place) -> None:
         """Set where the next forward reads and writes."""
         self.place = place
+        self.reach = self.row_length(place.end)  # the view's length
         self.row_index = torch.arange(len(place.starts), device=self._device)
         self.column_index = torch.tensor(place.starts, device=self._device)
 
+    def row_length(self, tokens: int) -> int:
+        """How long a row must be to hold so many tokens."""
+        length = -(-tokens // _ALIGN) * _ALIGN
+        # Measured in tests/unit/engine/test_exact.py: 288 .. 480 keys are added up in two halves, 512 in two of 256.
+        return -(-length // _SPLIT) * _SPLIT if self._exact and length % _SPLIT > _SPLIT // 2 else length
+
     def make_room(self, rows: int, length: int) -> None:
         """Have at least `rows` rows of `length` tokens."""
-        shape = self._grown(rows, _aligned(length))
+        shape = self._grown(rows, self.row_length(length))
         if shape != self.shape:
             self.shape = shape
             for layer in self.slots:
@@ -170,10 +182,6 @@ class SlotCache(Cache):
             return roomy_rows, roomy_length
         # The scheduler keeps rows x length within the budget; what the shape had in excess is given up.
         return rows, max(length, min(-(-length // _BLOCK) * _BLOCK, self._kv_tokens // rows // _ALIGN * _ALIGN))
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _ALIGN) * _ALIGN
 
 
 def _resized(store: Tensor, rows: int, length: int) -> Tensor:

@@ -14,10 +14,13 @@ def refused(request: Request, can: Capabilities, *, live: bool) -> Output | None
     if not request.prompt:
         return failed(request.seq, "empty_prompt", "the prompt has no tokens")
     vocab = range(can.vocab_size)
-    if not all(token in vocab for token in (*request.prompt, *request.output)):
+    named = (*request.sampling.logit_bias, *request.sampling.stop_token_ids)
+    if not all(token in vocab for token in (*request.prompt, *request.output, *named)):
         return failed(request.seq, "bad_token", f"a token id is not in 0..{len(vocab) - 1}")
     if len(request.prompt) >= can.max_context:
         return failed(request.seq, "context_exceeded", f"the prompt fills all {can.max_context} tokens")
+    if request.sampling.json_schema is not None and not can.json_schema:
+        return failed(request.seq, UNSUPPORTED, "this engine cannot hold a text to a JSON schema")
     return None
 
 

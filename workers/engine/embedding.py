@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from workers.engine.loop import Fault
+from workers.engine.fault import Fault
 from workers.engine.packing import Item, Job, Packer
 from workers.engine.protocol import Capabilities, EmbedRequest, Output, Stats, Tokens
 

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel
 
 from workers.engine.build import EngineCard
-from workers.engine.loop import Fault
+from workers.engine.fault import Fault
 from workers.engine.protocol import Tokens
 from workers.engine.wire import EngineOptions
 

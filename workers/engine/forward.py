@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from workers.engine.cache import Place, SlotCache
+from workers.engine.cache import SlotCache
 
 
 class Forward(Protocol):
@@ -50,7 +50,7 @@ class HuggingFaceForward:
         kept, which = torch.unique(wanted, return_inverse=True)
         logits: Tensor = self._model(
             input_ids=ids,
-            attention_mask=mask(columns, cache.place, self._model.dtype),
+            attention_mask=mask(columns, cache.reach, self._model.dtype),
             position_ids=columns.clamp(max=self._max_context - 1),  # padding must not leave a table of positions
             use_cache=True,
             **{self._cache_argument: cache},
@@ -64,7 +64,7 @@ def new_columns(cache: SlotCache, ids: Tensor) -> Tensor:
     return cache.column_index[:, None] + torch.arange(ids.shape[1], device=ids.device)
 
 
-def mask(columns: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
+def mask(columns: Tensor, reach: int, dtype: torch.dtype) -> Tensor:
     """Additive mask [rows, 1, new, reach]: a token sees its row up to itself."""
-    hidden = torch.arange(place.reach, device=columns.device) > columns[:, None, :, None]
+    hidden = torch.arange(reach, device=columns.device) > columns[:, None, :, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=columns.device).masked_fill_(hidden, -torch.inf)

@@ -34,7 +34,8 @@ _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
 _QUERIES = 160
 """In exact mode at most so many at once. torch's CPU attention takes fewer than 192 by blocks of 32, and within a full
 block, or one of 16, a query has the same bits whoever shares it; more are packed and rounded another way (measured)."""
-_PROBE = 200  # tokens
+_PROBE = 544  # tokens: attention takes keys by 512 (cache.py)
+_PIECES = [(0, 7), (7, 1), (150, 129), (249, 17), (279, 1), (450, 33), (511, 2), (543, 1)]  # starts and lengths
 _ROPES = {"default", "linear", "llama3"}  # those whose angles do not depend on the length so far
 
 
@@ -46,6 +47,7 @@ def is_lean(config: Any) -> bool:
         and (config.rope_parameters or {}).get("rope_type", "default") in _ROPES
         and (config.rope_parameters or {}).get("partial_rotary_factor", 1) == 1
         and not getattr(config, "use_sliding_window", False)
+        and not getattr(config, "quantization_config", None)
     )
 
 
@@ -83,8 +85,8 @@ class LeanForward:
             self._norm = weights.tensor("model.norm.weight")
             tied = config.tie_word_embeddings or not weights.has("lm_head.weight")
             self._head = Linear(self._embedding if tied else weights.tensor("lm_head.weight"))
-        self.exact = False
-        if exact and dtype is torch.float32 and device.type == "cpu":
+        self.exact = exact and dtype is torch.float32 and device.type == "cpu"
+        if self.exact:
             self.exact = self._is_exact()
             log.info("texts %s depend on batches", "do not" if self.exact else "on this machine")
 
@@ -99,7 +101,7 @@ class LeanForward:
         columns = new_columns(cache, x)
         rotation = self._rotation(columns.flatten())
         # Queries that share a head of keys stand one behind the other, as if they were so many tokens.
-        hidden_from = mask(columns, cache.place, self._dtype).repeat(1, 1, self._heads // self._kv_heads, 1)
+        hidden_from = mask(columns, cache.reach, self._dtype).repeat(1, 1, self._heads // self._kv_heads, 1)
         h = x.flatten(0, 1)
         for layer, slots in zip(layers, cache.slots, strict=True):
             h = self._layer(layer, h, slots, rotation, hidden_from)
@@ -134,21 +136,24 @@ class LeanForward:
     @torch.inference_mode()
     def _is_exact(self) -> bool:
         """Whether the kernels of this machine keep the promise: a layer and the head, over a text as a whole, and over
-        the same text in pieces beside others."""
-        layers, width = self._layers[:1], self._embedding.shape[1]
-        texts = torch.randn((3, _PROBE, width), generator=torch.Generator().manual_seed(0))
-        cache = SlotCache(1, 3, 4 * _PROBE, self.device)
-        cache.make_room(3, _PROBE)
-        cache.aim(Place(0, [0], [_PROBE]))
-        whole = self._through(layers, texts[:1], cache)[0]
-        pieces, start = [], 0
-        for length in (7, 1, 1, 17, 2, 1, 33, 1, 1):
-            cache.aim(Place(0, [start] * 3, [length] * 3))
-            pieces.append(self._through(layers, texts[:, start : start + length], cache)[0])
-            start += length
-        same = torch.equal(torch.cat(pieces), whole[:start])
-        logits = self._head(whole)
+        pieces of it, alone and beside one that stands elsewhere."""
+        text = torch.randn((_PROBE, self._embedding.shape[1]), generator=torch.Generator().manual_seed(0))
+        cache = SlotCache(1, 2, 0, self.device, exact=True)
+        cache.make_room(2, 2 * _PROBE)
+        whole = self._probed(text, cache, [0], _PROBE)
+        same = all(
+            torch.equal(self._probed(text, cache, starts, length), whole[start : start + length])
+            for start, length in _PIECES
+            for starts in ([start], [start, 0], [start, 2 * _PROBE - length])
+        )
+        logits = self._head(whole[:64])
         return same and all(torch.equal(self._head(whole[:rows]), logits[:rows]) for rows in (1, 2, 5, 16, 31))
+
+    def _probed(self, text: Tensor, cache: SlotCache, starts: list[int], length: int) -> Tensor:
+        """The first row's states after the first layer."""
+        cache.aim(Place(0, starts, [length] * len(starts)))
+        tokens = torch.arange(length) + torch.tensor(starts)[:, None]
+        return self._through(self._layers[:1], text[tokens % _PROBE], cache)[0]
 
     def _rotation(self, columns: Tensor) -> Tensor:
         angles = columns.float()[:, None] * self._frequencies

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from workers.engine import checks
-from workers.engine.protocol import Capabilities, Output, Request, Stats
+from workers.engine.fault import Fault
+from workers.engine.preparing import Prepared, Preparing
+from workers.engine.protocol import Capabilities, Output, Request, Stats, TokenLogprobs
 from workers.engine.scheduler import Plan, Scheduler
 from workers.engine.sequence import Sequence
 
-
-@dataclass(slots=True, frozen=True)
-class Fault:
-    """Why one sequence of a step has no token; the others are fine."""
-
-    code: str
-    message: str
+if TYPE_CHECKING:
+    from workers.engine.guide import GuideMaker
 
 
-Drawn = tuple[Sequence, int | Fault]
+class Drawn(NamedTuple):
+    """A sequence's next token, or why it has none."""
+
+    sequence: Sequence
+    token: int | Fault
+    logprobs: TokenLogprobs | None = None  # where they were asked for
 
 
 class BatchModel(Protocol):
@@ -34,6 +35,9 @@ class BatchModel(Protocol):
     vocab_size: int
     exact: bool  # what it draws for a sequence depends on nothing but the sequence
     prefill_chunk: int  # prompt tokens in one step; as many as decoding sequences may be kept waiting for
+
+    def row_length(self, tokens: int) -> int:
+        """How many tokens of the KV budget a sequence takes that has so many."""
 
     def run(self, plan: Plan) -> list[Drawn]:
         """Feed the plan's tokens; a token (or a fault) for each decoding sequence and each completed prompt."""
@@ -51,16 +55,19 @@ class BatchEngine:
         prefix_tokens: int = 0,
         name: str = "",
         eos_ids: Collection[int] = (),
+        guides: GuideMaker | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._model = model
         self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens)
+        self._preparing = Preparing(guides)
+        self._guided = guides is not None
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
-        self.ready_fd: int | None = None
+        self.ready_fd: int | None = self._preparing.ready_fd
         self._prefix_cache, self._name = prefix_tokens > 0, name
         self._steps = self._generated = self._prefilled = 0
         self._last_token: float | None = None
@@ -74,30 +81,34 @@ class BatchEngine:
             vocab_size=self._model.vocab_size,
             exact=self._model.exact,
             prefix_cache=self._prefix_cache,
+            json_schema=self._guided,
             engine=self._name,
         )
 
     def submit(self, request: Request) -> None:
-        end = checks.refused(request, self.capabilities, live=request.seq in self._scheduler)
-        end = end or checks.already_over(request, self.capabilities)
+        live = request.seq in self._scheduler or request.seq in self._preparing
+        end = checks.refused(request, self.capabilities, live=live) or checks.already_over(request, self.capabilities)
         if end is not None:
             self._ended.append(end)
-        else:
-            need = min(len(request.prompt) + request.sampling.max_tokens, self._max_context)
-            self._scheduler.add(request, need)
+        elif not self._preparing.add(request):
+            self._scheduler.add(request, self._need(request))
 
     def abort(self, seq: str) -> None:
-        if self._scheduler.remove(seq):
+        if self._remove(seq):
             self._ended.append(Output(seq, finish="cancelled"))
 
     def pause(self, seq: str) -> None:
         self._scheduler.pause(seq)
+        self._preparing.pause(seq, paused=True)
 
     def resume(self, seq: str) -> None:
         self._scheduler.resume(seq)
+        self._preparing.pause(seq, paused=False)
 
     def step(self) -> list[Output]:
         self._expire()
+        for prepared in self._preparing.take():
+            self._begin(prepared)
         plan = self._scheduler.schedule()
         if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.entered]:
             self.on_begin(begun)
@@ -107,7 +118,7 @@ class BatchEngine:
 
     @property
     def idle(self) -> bool:
-        busy = self._ended or self._scheduler.running or self._scheduler.waiting
+        busy = self._ended or self._scheduler.running or self._scheduler.waiting or self._preparing.has_ready
         return not busy and not any(True for _ in self._overdue())
 
     def stats(self) -> Stats:
@@ -115,7 +126,7 @@ class BatchEngine:
         return Stats(
             slots=scheduler.slots,
             running=scheduler.running,
-            waiting=scheduler.waiting,
+            waiting=scheduler.waiting + len(self._preparing),
             paused=scheduler.paused,
             kv_tokens_used=scheduler.kv_tokens_used,
             kv_tokens_total=scheduler.kv_tokens,
@@ -127,18 +138,41 @@ class BatchEngine:
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,
         )
 
-    def _overdue(self) -> list[Sequence]:
+    def _need(self, request: Request) -> int:
+        tokens = min(len(request.prompt) + request.sampling.max_tokens, self._max_context)
+        return min(self._model.row_length(tokens), self._scheduler.kv_tokens)
+
+    def _begin(self, prepared: Prepared) -> None:
+        """Let a sequence with a guide go on, unless that says no."""
+        request = prepared.request
+        try:
+            guide = prepared.guide.result()
+        except Fault as fault:
+            self._ended.append(checks.failed(request.seq, fault.code, fault.message))
+            return
+        if guide.finished:
+            self._ended.append(Output(request.seq, finish="stop"))
+            return
+        self._scheduler.add(request, self._need(request), guide)
+        if prepared.paused:
+            self._scheduler.pause(request.seq)
+
+    def _remove(self, seq: str) -> bool:
+        return self._scheduler.remove(seq) or self._preparing.remove(seq)
+
+    def _overdue(self) -> list[Request]:
         now = self._clock()
-        return [s for s in self._scheduler if s.request.deadline is not None and s.request.deadline <= now]
+        requests = (*(sequence.request for sequence in self._scheduler), *self._preparing)
+        return [request for request in requests if request.deadline is not None and request.deadline <= now]
 
     def _expire(self) -> None:
-        for sequence in self._overdue():
-            self._scheduler.remove(sequence.request.seq)
-            self._ended.append(Output(sequence.request.seq, finish="expired"))
+        for request in self._overdue():
+            self._remove(request.seq)
+            self._ended.append(Output(request.seq, finish="expired"))
 
     def _postprocess(self, plan: Plan, drawn: list[Drawn]) -> list[Output]:
         outputs, self._ended = self._ended, []
-        outputs += [self._settle(sequence, token) for sequence, token in drawn]
+        outputs += [self._settle(each) for each in drawn]
         self._steps += bool(plan)
         self._prefilled += sum(chunk.length for chunk in plan.prefill)
         if drawn:
@@ -146,17 +180,41 @@ class BatchEngine:
             self._last_token = self._clock()
         return outputs
 
-    def _settle(self, sequence: Sequence, token: int | Fault) -> Output:
+    def _settle(self, drawn: Drawn) -> Output:
         """Append one token to its sequence, and end the sequence where that is due."""
-        seq, sampling = sequence.request.seq, sequence.request.sampling
+        sequence, token, logprobs = drawn
         if isinstance(token, Fault):
-            self._scheduler.remove(seq, healthy=False)
-            return checks.failed(seq, token.code, token.message)
-        if token in self._eos_ids and not sampling.ignore_eos:
-            self._scheduler.remove(seq)
-            return Output(seq, finish="stop")
+            return self._fail(sequence, token)
+        if self._stops_at(token, sequence):
+            return self._end(sequence, Output(sequence.request.seq, finish="stop"))
         sequence.output.append(token)
-        if len(sequence.output) < sampling.max_tokens and sequence.total < self._max_context:
-            return Output(seq, (token,))
-        self._scheduler.remove(seq)
-        return Output(seq, (token,), finish="length")
+        try:
+            finish = self._finish(sequence, token)
+        except Fault as fault:
+            return self._fail(sequence, fault)
+        output = Output(sequence.request.seq, (token,), logprobs=(logprobs,) if logprobs else (), finish=finish)
+        return self._end(sequence, output) if finish else output
+
+    def _stops_at(self, token: int, sequence: Sequence) -> bool:
+        sampling = sequence.request.sampling
+        if token in self._eos_ids:
+            return sequence.guide is not None or not sampling.ignore_eos or token in sampling.stop_token_ids
+        return token in sampling.stop_token_ids
+
+    def _finish(self, sequence: Sequence, token: int) -> str | None:
+        """Why a sequence has ended with this token, if it has. Raises Fault."""
+        if sequence.guide:
+            sequence.guide.advance(token)
+            if sequence.guide.finished:
+                return "stop"
+        full = len(sequence.output) >= sequence.request.sampling.max_tokens or sequence.total >= self._max_context
+        return "length" if full else None
+
+    def _fail(self, sequence: Sequence, fault: Fault) -> Output:
+        seq = sequence.request.seq
+        self._scheduler.remove(seq, healthy=False)
+        return checks.failed(seq, fault.code, fault.message)
+
+    def _end(self, sequence: Sequence, output: Output) -> Output:
+        self._scheduler.remove(sequence.request.seq)
+        return output

@@ -29,6 +29,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    json_schema: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What the model itself gave to a token, before everything that SamplingParams make of it."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the best tokens, best first; as many for each token of a sequence
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -67,6 +78,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     seq: str
     tokens: Tokens = ()  # new ones, in order; raw tokens from an engine, released ones (see text.py) from the host
     pieces: tuple[str, ...] = ()  # the text of each token; filled in by text.py
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
     vectors: tuple[bytes, ...] = ()  # of an embedding engine: of the next inputs, in order; little-endian float32
     finish: str | None = None  # "stop" | "length" | "expired" | "cancelled" | "error"; the last Output of a sequence
     error_code: str | None = None  # with finish "error": "bad_token" | "context_exceeded" | "engine_failed" | ...
@@ -82,6 +94,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     vocab_size: int
     exact: bool = False  # a text does not depend on who shared its batch, nor on where it was interrupted
     prefix_cache: bool = False  # what begins like an earlier sequence is not computed again
+    json_schema: bool = False  # a text can be held to a JSON schema
     engine: str = ""  # its name, as in a model's card
 
     @property

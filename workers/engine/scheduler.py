@@ -18,11 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from workers.engine.policy import Policy
 from workers.engine.prefix import BLOCK, Copy, PrefixIndex
 from workers.engine.protocol import Request
 from workers.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from workers.engine.guide import Guide
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,8 +131,8 @@ class Scheduler:
     def kv_tokens_used(self) -> int:
         return sum(sequence.cached for sequence in self._rows)
 
-    def add(self, request: Request, need: int) -> None:
-        sequence = Sequence(request, self._arrivals, need, list(request.output))
+    def add(self, request: Request, need: int, guide: Guide | None = None) -> None:
+        sequence = Sequence(request, self._arrivals, need, list(request.output), guide=guide)
         self._arrivals += 1
         self._all[request.seq] = sequence
         self._waiting.append(sequence)

@@ -26,7 +26,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 from tokenizers import Tokenizer
 
-from workers.engine.loop import Drawn, Fault
+from workers.engine.fault import Fault
+from workers.engine.loop import Drawn
+from workers.engine.protocol import TokenLogprobs
 from workers.engine.scheduler import Plan
 from workers.engine.sequence import Sequence
 
@@ -92,16 +94,25 @@ class ScriptedModel:
         self._options = options
         self._scripts: WeakKeyDictionary[Sequence, _Script] = WeakKeyDictionary()
 
+    def row_length(self, tokens: int) -> int:
+        return tokens
+
     def run(self, plan: Plan) -> list[Drawn]:
         ready = [*plan.decode, *(chunk.sequence for chunk in plan.prefill if chunk.completes)]
         self._pace(ready)
-        return [(sequence, self._draw(sequence)) for sequence in ready]
+        return [self._drawn(sequence) for sequence in ready]
 
     def _pace(self, ready: list[Sequence]) -> None:
         slow = max((self._script(sequence).orders.get("slow", 0) for sequence in ready), default=0)
         delay = self._options.delay_ms + slow
         if delay > 0:
             time.sleep(delay / 1000)
+
+    def _drawn(self, sequence: Sequence) -> Drawn:
+        token, asked = self._draw(sequence), sequence.request.sampling.logprobs
+        if asked is None or isinstance(token, Fault):
+            return Drawn(sequence, token)
+        return Drawn(sequence, token, TokenLogprobs(0.0, ((token, 0.0),) if asked else ()))  # nothing else can come
 
     def _draw(self, sequence: Sequence) -> int | Fault:
         position, script = len(sequence.output), self._script(sequence)

@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 from tokenizers import Tokenizer
 
-from workers.engine.loop import Fault
+from workers.engine.fault import Fault
 from workers.engine.protocol import Tokens
 from workers.engine.scripted import CRASH_CODE, OOM_S, ORDER, Options
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from workers.engine.protocol import Request, Tokens
+
+if TYPE_CHECKING:
+    from workers.engine.guide import Guide
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -19,6 +23,7 @@ class Sequence:
     paused: bool = False
     stays: bool = False  # its lane had waited long: it is not sent back to the queue
     entered: bool = False  # some of it was computed in the row that it is in
+    guide: Guide | None = None  # what holds it to its schema, behind `output`
 
     @property
     def tokens(self) -> Tokens:

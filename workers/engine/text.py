@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TypedDict
 
 import msgspec
 from tokenizers import Tokenizer
 
-from workers.engine.protocol import Output, Request
+from workers.engine.protocol import Output, Request, TokenLogprobs
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 12  # tokens decoded anew with each one, at most twice this: enough context, and cheap (about 10 us)
@@ -113,6 +114,7 @@ class _Held:
     token: int
     piece: str
     clean: bool  # the text up to here ends on a character's border
+    logprobs: TokenLogprobs | None = None
 
 
 class Released(TypedDict):
@@ -120,6 +122,7 @@ class Released(TypedDict):
 
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class StopStrings:
@@ -158,9 +161,9 @@ class TextSequence:
 
     def feed(self, output: Output) -> Output:
         """The same Output with the tokens that may be shown now; it ends with "stop" where a stop string begins."""
-        for token in output.tokens:
+        for token, logprobs in zip_longest(output.tokens, output.logprobs):
             piece, clean = self._detokenizer.feed(token)
-            self._held.append(_Held(token, piece, clean))
+            self._held.append(_Held(token, piece, clean, logprobs))
             self._text += piece
             cut = self._stops.find(self._text, len(piece))
             if cut is not None:
@@ -187,7 +190,7 @@ class TextSequence:
         for index, held in enumerate(self._held):
             if end + len(held.piece) > cut:
                 if end < cut:
-                    self._held[index] = _Held(held.token, held.piece[: cut - end], clean=True)
+                    self._held[index] = replace(held, piece=held.piece[: cut - end], clean=True)
                     count = index + 1
                 break
             end += len(held.piece)
@@ -200,7 +203,8 @@ class TextSequence:
         self._shown += sum(map(len, pieces))
         done = max(0, self._shown - self._stops.reach)
         self._text, self._shown = self._text[done:], self._shown - done
-        return {"tokens": tuple(held.token for held in released), "pieces": pieces}
+        logprobs = tuple(held.logprobs for held in released if held.logprobs)
+        return {"tokens": tuple(held.token for held in released), "pieces": pieces, "logprobs": logprobs}
 
 
 class TextStage:

@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.engine.build import EngineCard
 from workers.engine.cache import Place, SlotCache
+from workers.engine.fault import Fault
 from workers.engine.forward import Forward, HuggingFaceForward
 from workers.engine.lean import LeanForward, is_lean
-from workers.engine.loop import Drawn, Fault
+from workers.engine.logprobs import Logprobs
+from workers.engine.loop import Drawn
 from workers.engine.protocol import Request
-from workers.engine.sampling import sample
+from workers.engine.sampling import constrain, sample
 from workers.engine.scheduler import Chunk, Plan, Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.wire import EngineOptions
@@ -75,7 +77,7 @@ class TransformersModel:
         self._forward = forward
         self._device = forward.device
         self.prefill_chunk = _PREFILL_CHUNK if self._device.type == "cpu" else _PREFILL_CHUNK_GPU
-        self._cache = SlotCache(forward.layers, slots, kv_tokens, self._device)
+        self._cache = SlotCache(forward.layers, slots, kv_tokens, self._device, exact=forward.exact)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Drawn]:
@@ -85,14 +87,17 @@ class TransformersModel:
         drawn = self._decode(plan.decode) if plan.decode else []
         return drawn + (self._prefill(plan.prefill, len(plan.decode)) if plan.prefill else [])
 
+    def row_length(self, tokens: int) -> int:
+        return self._cache.row_length(tokens)
+
     def warm_up(self) -> None:
         """The first forwards pay for lazy initialisation; no request should."""
         scheduler = Scheduler(slots=1, kv_tokens=16, prefill_chunk=self.prefill_chunk)
         scheduler.add(Request("warm-up", (0,) * 8), need=16)
         for _ in range(2):
             plan = scheduler.schedule()
-            for sequence, _token in self.run(plan):
-                sequence.output.append(0)
+            for drawn in self.run(plan):
+                drawn.sequence.output.append(0)
             scheduler.advance(plan)
 
     def _decode(self, sequences: list[Sequence]) -> list[Drawn]:
@@ -109,9 +114,7 @@ class TransformersModel:
         # Drawn for unfinished prompts too, since that shows NaN before it can spoil a row for who comes next.
         drawn = self._drawn([chunk.sequence for chunk in chunks], self._logits(ids, place), first_row)
         return [
-            (sequence, token)
-            for chunk, (sequence, token) in zip(chunks, drawn, strict=True)
-            if chunk.completes or isinstance(token, Fault)
+            one for chunk, one in zip(chunks, drawn, strict=True) if chunk.completes or isinstance(one.token, Fault)
         ]
 
     def _logits(self, ids: Tensor, place: Place) -> Tensor:
@@ -121,11 +124,16 @@ class TransformersModel:
         return self._forward(ids.to(self._device), self._cache, wanted)
 
     def _drawn(self, sequences: list[Sequence], logits: Tensor, first_row: int) -> list[Drawn]:
+        logprobs, faults = Logprobs(logits, sequences), constrain(logits, sequences)
         drawn: list[Drawn] = []
-        for row, (sequence, token) in enumerate(zip(sequences, sample(logits, sequences), strict=True), first_row):
+        for index, (sequence, token) in enumerate(zip(sequences, sample(logits, sequences), strict=True)):
             if token is None:
-                self._cache.scrub(row)
-            drawn.append((sequence, _NOT_A_NUMBER if token is None else token))
+                self._cache.scrub(first_row + index)
+                drawn.append(Drawn(sequence, _NOT_A_NUMBER))
+            elif index in faults:
+                drawn.append(Drawn(sequence, faults[index]))
+            else:
+                drawn.append(Drawn(sequence, token, logprobs.of(index, token)))
         return drawn
 
 

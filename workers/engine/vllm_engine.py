@@ -188,8 +188,9 @@ class VllmEngine:
 
     def _settle(self, sequence: Sequence, event: Event) -> None:
         seq, tokens, finish = sequence.request.seq, event.tokens, event.finish
-        if finish == "stop" and tokens and tokens[-1] in self._eos_ids:
-            tokens = tokens[:-1]  # vLLM shows the token that it stopped at
+        logprobs = event.logprobs
+        if finish == "stop" and tokens and tokens[-1] in vllm_setup.stop_ids(sequence.request.sampling, self._eos_ids):
+            tokens, logprobs = tokens[:-1], logprobs[:-1]  # vLLM shows the token that it stopped at
         if tokens:
             sequence.output += tokens
             self._generated += len(tokens)
@@ -197,11 +198,11 @@ class VllmEngine:
         if event.error is not None:
             self._end(sequence, checks.failed(seq, *event.error))
         elif finish in {"stop", "length"}:
-            self._end(sequence, Output(seq, tokens, finish=finish))
+            self._end(sequence, Output(seq, tokens, logprobs=logprobs, finish=finish))
         elif finish is not None:
             self._end(sequence, checks.failed(seq, "engine_failed", f"vLLM ended it with {finish!r}"))
         elif tokens:
-            self._outputs.append(Output(seq, tokens))
+            self._outputs.append(Output(seq, tokens, logprobs=logprobs))
 
 
 def _unsupported(request: Request) -> Output | None:

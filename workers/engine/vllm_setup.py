@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.metadata import entry_points
@@ -34,6 +35,9 @@ _OBEYED = frozenset(
         "frequency_penalty",
         "stop",  # by text.py
         "ignore_eos",
+        "logit_bias",
+        "stop_token_ids",
+        "logprobs",
     }
 )
 
@@ -137,11 +141,18 @@ def sampling_params(request: Request, max_context: int, eos_ids: frozenset[int])
         presence_penalty=presence,
         frequency_penalty=frequency,
         extra_args={"lingbot": {"earlier": done, "penalties": penalties}} if continued else None,
-        stop_token_ids=[] if asked.ignore_eos else sorted(eos_ids),
+        logit_bias=asked.logit_bias or None,
+        logprobs=asked.logprobs,
+        stop_token_ids=sorted(stop_ids(asked, eos_ids)),
         ignore_eos=True,  # the card's ids count, which are among the stop ids
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
+
+
+def stop_ids(asked: SamplingParams, eos_ids: Collection[int]) -> set[int]:
+    """The tokens that end a sequence and are not shown."""
+    return {*asked.stop_token_ids, *(() if asked.ignore_eos else eos_ids)}
 
 
 def _seed(request: Request) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from workers.engine import vllm_setup
-from workers.engine.protocol import Request, Tokens
+from workers.engine.protocol import Request, TokenLogprobs, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Event(NamedTuple):
 
     key: str  # under which it was added
     tokens: Tokens = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str | None = None  # vLLM's words: "stop" | "length" | "abort" | "error" | ...
     error: tuple[str, str] | None = None  # code and message
 
@@ -158,7 +159,8 @@ class VllmThread:
             params = self._make_params(request)
             async for output in self._llm.generate(tokens, params, key, priority=request.priority):
                 choice = output.outputs[0]
-                self._put(Event(key, tuple(choice.token_ids), choice.finish_reason))
+                logprobs = _logprobs(choice, request.sampling.logprobs)
+                self._put(Event(key, tuple(choice.token_ids), logprobs, choice.finish_reason))
         except EngineDeadError:
             self._die("vLLM's core process failed")
         except vllm_setup.client_errors() as error:
@@ -181,6 +183,19 @@ class VllmThread:
     def _signal(self) -> None:
         self._signalled = False
         os.eventfd_write(self.ready_fd, 1)
+
+
+def _logprobs(choice: Any, top: int | None) -> tuple[TokenLogprobs, ...]:
+    """vLLM gives a dictionary for each token: the best ones by rank, and the token itself."""
+    if top is None or not choice.logprobs:
+        return ()
+    pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+    return tuple(TokenLogprobs(given[token].logprob, _best(given, top)) for token, given in pairs)
+
+
+def _best(given: dict[int, Any], top: int) -> tuple[tuple[int, float], ...]:
+    ranked = sorted(given.items(), key=lambda item: item[1].rank or 0)
+    return tuple((token, scored.logprob) for token, scored in ranked[:top])
 
 
 def _stat_logger(progress: Progress) -> Callable[[Any, int], Any]:

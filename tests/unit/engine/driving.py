@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.engine.protocol import Engine, Output, Request, SamplingParams
+from workers.engine.protocol import Engine, Output, Request, SamplingParams, TokenLogprobs
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -22,6 +22,7 @@ class Record:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Output] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.order: list[str] = []  # sequences by their first token
 
     def take(self, outputs: list[Output]) -> None:
@@ -30,6 +31,7 @@ class Record:
             if output.tokens and output.seq not in self.tokens:
                 self.order.append(output.seq)
             self.tokens.setdefault(output.seq, []).extend(output.tokens)
+            self.logprobs.setdefault(output.seq, []).extend(output.logprobs)
             if output.finish:
                 self.ends[output.seq] = output
 

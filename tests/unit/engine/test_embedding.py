@@ -16,8 +16,8 @@ from brokers.models import Card
 from tests.unit.engine.test_host import Listener
 from workers.engine.build import build_embedder
 from workers.engine.embedding import EmbeddingEngine, Encoder
+from workers.engine.fault import Fault
 from workers.engine.host import EngineHost
-from workers.engine.loop import Fault
 from workers.engine.protocol import EmbedRequest, Output, Tokens
 from workers.engine.scripted_encoder import scripted_vector
 from workers.engine.wire import EngineOptions

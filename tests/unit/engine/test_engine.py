@@ -57,9 +57,11 @@ def test_a_long_prompt_does_not_stall_who_is_decoding(make_engine: EngineFactory
 
 
 def test_more_than_fits_waits_for_room(make_engine: EngineFactory) -> None:
-    engine = make_engine(kv_tokens=100)
+    engine = make_engine(kv_tokens=130)
     for seq in ("a", "b", "c"):
-        engine.submit(ask(seq, sampling=SamplingParams(max_tokens=40, ignore_eos=True)))  # 47 tokens each
+        engine.submit(
+            ask(seq, sampling=SamplingParams(max_tokens=40, ignore_eos=True))
+        )  # 47 tokens each, or 64 of room
     engine.step()
     assert (engine.stats().running, engine.stats().waiting) == (2, 1)
     record = drain(engine, Record())

@@ -64,4 +64,4 @@ def test_an_unknown_option_of_a_card_is_refused() -> None:
 
 def test_capabilities_name_what_an_engine_lacks() -> None:
     can = Capabilities(pause=False, keyed_sampling=True, max_context=10, vocab_size=0, exact=True, prefix_cache=False)
-    assert can.lacks == ("pause", "prefix_cache")
+    assert can.lacks == ("pause", "prefix_cache", "json_schema")

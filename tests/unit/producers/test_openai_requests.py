@@ -41,15 +41,23 @@ def test_every_field_that_is_refused_is_a_field_of_a_request() -> None:
     assert set(requests._HARMLESS) <= known
 
 
-@pytest.mark.parametrize("value", [None, {"type": "text"}])
+@pytest.mark.parametrize("value", [None, "none"])
 def test_a_value_that_asks_for_nothing_passes(value: Any) -> None:
-    refuse_unsupported(ChatRequest(model="m", messages=[], response_format=value))
+    refuse_unsupported(ChatRequest(model="m", messages=[], tool_choice=value))
 
 
 def test_a_value_that_would_be_ignored_is_refused_by_name() -> None:
     with pytest.raises(Problem) as caught:
-        refuse_unsupported(ChatRequest(model="m", messages=[], response_format={"type": "json_object"}))
-    assert caught.value.param == "response_format"
+        refuse_unsupported(ChatRequest(model="m", messages=[], reasoning_effort="high"))
+    assert caught.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("field", ["tools", "tool_choice", "functions", "function_call"])
+def test_tools_are_refused_with_what_to_do_instead(field: str) -> None:
+    with pytest.raises(Problem) as caught:
+        refuse_unsupported(ChatRequest(model="m", messages=[], **{field: "auto"}))  # type: ignore[arg-type]
+    assert (caught.value.status, caught.value.param) == (400, field)
+    assert "response_format" in caught.value.hint
 
 
 def test_lanes_follow_the_service_tier() -> None:

@@ -1,0 +1,12 @@
+"""What ends one sequence, and no other."""
+
+from __future__ import annotations
+
+
+class Fault(Exception):
+    """Its code is stable; its message is one sentence, and never holds what was asked or written."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
