@@ -70,6 +70,7 @@ class Settings(BaseSettings):
     # Workers
     slots: Annotated[int, Field(ge=1)] = 16  # sequences in one engine's batch
     kv_tokens: Annotated[int, Field(ge=256)] = 32_768  # KV budget of one engine, in tokens over all its sequences
+    prefix_tokens: Annotated[int, Field(ge=0)] = 8192  # beside it: beginnings kept for who begins likewise; 0 is off
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 counts the cores this process may use
     device: str = "cpu"
     dtype: str = "float32"  # the CPU default, since only then texts can be exact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -32,6 +33,11 @@ class Metrics:
         )
         self.streams = Gauge("lingbot_open_streams", "Event streams being written now", registry=self.registry)
         self._workers = Gauge("lingbot_workers", "Workers of the region by state", ("state",), registry=self.registry)
+        self._engine_tokens = Gauge(
+            *("lingbot_engine_tokens", "Tokens since the engines of the region started, by what became of them"),
+            labelnames=("model", "tokens"),
+            registry=self.registry,
+        )
         # Finding a child by its labels takes a lock and builds strings; the hot path asks for the same few.
         self._count = lru_cache(4096)(self._requests.labels)
         self._timer = lru_cache(1024)(self._seconds.labels)
@@ -46,10 +52,17 @@ class Metrics:
         self._outcome(lane, outcome).inc()
         self._prompt_tokens.inc(prompt_tokens)
 
-    def show_workers(self, states: dict[str, int]) -> None:
+    def show_workers(self, reports: list[dict[str, Any]]) -> None:
+        """What workers say of themselves, see workers/heartbeat.py. Reused tokens by those and the prefilled ones are
+        the hit rate of prefixes."""
         self._workers.clear()
-        for state, count in states.items():
-            self._workers.labels(state).set(count)
+        self._engine_tokens.clear()
+        for report in reports:
+            self._workers.labels(report["state"]).inc()
+            for model, engine in report["engines"].items():
+                for tokens in ("generated", "prefilled", "reused"):
+                    count = (engine["stats"] or {}).get(f"{tokens}_tokens", 0)
+                    self._engine_tokens.labels(model, tokens).inc(count)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

@@ -78,6 +78,7 @@ class ModelEngine:
             threads=settings.threads,
             device=settings.device,
             dtype=settings.dtype,
+            prefix_tokens=settings.prefix_tokens,
             exact=settings.exact,
         )
         self._host = EngineHost(folder, options, self._on_outputs, self._on_exit, self._on_begin)
@@ -96,6 +97,11 @@ class ModelEngine:
     @property
     def alive(self) -> bool:
         return self._host.alive
+
+    @property
+    def exact(self) -> bool:
+        """Whether its texts depend on nothing but their requests."""
+        return self._host.capabilities is not None and self._host.capabilities.exact
 
     def stats(self) -> Stats | None:
         return self._host.stats()
@@ -273,6 +279,7 @@ def _resumed(run: Run) -> Request:
         choice=r.choice,
         priority=r.priority,
         deadline=r.deadline,
+        tenant=r.tenant,
     )
 
 

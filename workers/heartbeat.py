@@ -68,7 +68,12 @@ class Heartbeat(threading.Thread):
             "at_ms": int(time.time() * 1000),
             "device": self._runtime.settings.device,
             "engines": {
-                model: {"alive": engine.alive, "restarts": engine.restarts, "stats": engine.stats()}
+                model: {
+                    "alive": engine.alive,
+                    "restarts": engine.restarts,
+                    "exact": engine.exact,
+                    "stats": engine.stats(),
+                }
                 for model, engine in self._runtime.engines.items()
             },
         }

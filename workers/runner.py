@@ -246,6 +246,7 @@ def _request(job: Job, spec: TextSpec) -> Request:
         choice=spec.choice,
         priority=_PRIORITY[job.lane],
         deadline=job.deadline_ms / 1000,
+        tenant=job.tenant,
     )
 
 

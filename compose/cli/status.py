@@ -47,6 +47,16 @@ def _watch(client: Client) -> None:
         return
 
 
+_ENGINE = {
+    "slots": "slots",
+    "running": "running",
+    "waiting": "waiting",
+    "KV tokens": "kv_tokens_used",
+    "generated": "generated_tokens",
+}
+"""Columns of an engine, and the statistics that they show."""
+
+
 def _queues(queues: list[dict[str, Any]] | None) -> RenderableType:
     table = _table("queue", "ready", "running", "consumers", "in /s", "out /s")
     for queue in queues or []:
@@ -60,17 +70,23 @@ def _queues(queues: list[dict[str, Any]] | None) -> RenderableType:
 def _workers(workers: list[dict[str, Any]] | None) -> RenderableType:
     if not workers:
         return Text("no worker reports", style="yellow")
-    table = _table("worker", "state", "model", "slots", "running", "waiting", "KV tokens", "generated")
+    table = _table("worker", "state", "model", *_ENGINE, "reused", "exact")
     for worker in workers:
         state = str(worker.get("state", "-"))
         for model, engine in (worker.get("engines") or {"-": {}}).items():
             stats = engine.get("stats") or {}
-            numbers = [
-                stats.get(name) for name in ("slots", "running", "waiting", "kv_tokens_used", "generated_tokens")
-            ]
+            numbers = [stats.get(name) for name in _ENGINE.values()]
             shown = Text(state, style=_STATES.get(state, ""))
-            table.add_row(str(worker.get("name", "-")), shown, model, *map(_number, numbers))
+            exact = "yes" if engine.get("exact") else "no"
+            row = (*map(_number, numbers), _reused(stats), exact)
+            table.add_row(str(worker.get("name", "-")), shown, model, *row)
     return table
+
+
+def _reused(stats: dict[str, Any]) -> str:
+    """The share of prompt tokens that earlier sequences had begun with."""
+    reused, computed = (stats.get(f"{name}_tokens", 0) for name in ("reused", "prefilled"))
+    return f"{reused / (reused + computed):.0%}" if reused + computed else "-"
 
 
 def _table(*columns: str) -> Table:

@@ -56,9 +56,9 @@ async def readyz(request: Request) -> Response:
     responses={200: {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Metrics of this process, for Prometheus, and the workers of its region by state."""
+    """Metrics of this process, for Prometheus, and what the workers of its region say of themselves."""
     platform = platform_of(request)
-    platform.metrics.show_workers(await _worker_states(platform))
+    platform.metrics.show_workers(await _reports(platform))
     exposition = platform.metrics.exposition()
     return Response(exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -85,11 +85,16 @@ async def show_status(request: Request, _: Admin) -> Response:
 
 
 async def _worker_states(platform: Platform) -> dict[str, int]:
-    """Workers by state: ready, draining, engine_down, out_of_service. Empty when the store cannot be asked."""
+    """Workers by state: ready, draining, engine_down, out_of_service."""
+    return dict(Counter(report["state"] for report in await _reports(platform)))
+
+
+async def _reports(platform: Platform) -> list[dict[str, Any]]:
+    """What each worker last said. Empty when the store cannot be asked."""
     try:
-        return dict(Counter(report["state"] for report in await workers(platform.settings, platform.store)))
+        return await workers(platform.settings, platform.store)
     except StoreUnavailable:
-        return {}
+        return []
 
 
 async def _parts(platform: Platform) -> dict[str, str]:

@@ -36,6 +36,7 @@ def build_engine(folder: Path, options: EngineOptions) -> BatchEngine:
         build_model(folder, card, options),
         slots=options.slots,
         kv_tokens=options.kv_tokens,
+        prefix_tokens=options.prefix_tokens,
         eos_ids=card.eos_token_ids,
     )
 

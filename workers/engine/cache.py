@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from workers.engine.scheduler import Move
+from workers.engine.prefix import BLOCK, Copy
+from workers.engine.scheduler import Keep, Move, Restore
 
 _BLOCK = 256  # tokens by which rows get longer
 _ALIGN = 32  # the view ends at a multiple of it: attention over fewer keys takes other ways, and other roundings
+
+
+_Block = tuple[Tensor, Tensor]
+"""Keys and values [heads, BLOCK, dim] of one layer, kept beside the rectangle."""
 
 
 @dataclass(slots=True)
@@ -79,6 +84,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
         for store in (self.keys, self.values):
             store[move.target, :, : move.length] = store[move.source, :, : move.length]
 
+    def keep(self, row: int, copies: list[Copy], blocks: dict[int, _Block]) -> None:
+        for block, start in copies:
+            for kept, store in zip(blocks[block], (self.keys, self.values), strict=True):
+                kept.copy_(store[row, :, start : start + BLOCK])
+
+    def restore(self, restore: Restore, blocks: dict[int, _Block]) -> None:
+        end = restore.start + len(restore.blocks) * BLOCK
+        for part, store in enumerate((self.keys, self.values)):
+            kept = torch.cat([blocks[block][part] for block in restore.blocks], dim=1)
+            store[restore.row, :, restore.start : end] = kept
+
     def scrub(self, row: int) -> None:
         self.keys[row].zero_()
         self.values[row].zero_()
@@ -99,6 +115,7 @@ class SlotCache(Cache):
     def __init__(self, layers: int, slots: int, kv_tokens: int, device: torch.device) -> None:
         self.slots = [SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self.slots))
+        self._blocks: list[dict[int, _Block]] = [{} for _ in self.slots]  # of each layer, by number
         self.shape = (0, 0)  # rows, length
         self._most_rows = slots
         self._kv_tokens = kv_tokens
@@ -119,12 +136,26 @@ class SlotCache(Cache):
             for layer in self.slots:
                 layer.reshape(*shape)
 
-    def move(self, moves: list[Move]) -> None:
-        """Close gaps that sequences left, in order."""
+    def move(self, moves: list[Move | Keep]) -> None:
+        """Close gaps that sequences left, and keep blocks of them, in order."""
         for move in moves:
-            if move.length:
-                for layer in self.slots:
+            for layer, blocks in zip(self.slots, self._blocks, strict=True):
+                if isinstance(move, Keep):
+                    self._make_blocks(layer, blocks, move)
+                    layer.keep(move.row, move.copies, blocks)
+                elif move.length:
                     layer.move(move)
+
+    def restore(self, restores: list[Restore]) -> None:
+        """Put kept blocks into rows."""
+        for restore in restores:
+            for layer, blocks in zip(self.slots, self._blocks, strict=True):
+                layer.restore(restore, blocks)
+
+    def _make_blocks(self, layer: SlotLayer, blocks: dict[int, _Block], keep: Keep) -> None:
+        for block in {copy.block for copy in keep.copies} - blocks.keys():
+            keys, values = (torch.empty_like(store[0, :, :BLOCK]) for store in (layer.keys, layer.values))
+            blocks[block] = keys, values
 
     def scrub(self, row: int) -> None:
         for layer in self.slots:

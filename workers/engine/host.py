@@ -92,6 +92,11 @@ class EngineHost:
     def resume(self, seq: str) -> None:
         self._tell(wire.Resume(seq))
 
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """Of the child that runs, or ran last; None before the first was ready."""
+        return self._life.capabilities if self._life else None
+
     def stats(self) -> Stats | None:
         """The last ones; the child pushes them twice a second."""
         return self._life.stats if self._life else None
@@ -143,13 +148,13 @@ class _Life:
         told: _Told,
     ) -> None:
         self.stats: Stats | None = None
+        self.capabilities: Capabilities | None = None  # once it is ready
         self.heard = time.monotonic()  # a report
         self._folder = folder
         self._options = options
         self._told = told
         self._process: subprocess.Popen[str] | None = None
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
-        self._capabilities: Capabilities | None = None
         self._words: deque[str] = deque(maxlen=_LAST_WORDS)
         self._settled = threading.Event()  # ready, or over before it was
         self._asked = False
@@ -158,7 +163,7 @@ class _Life:
 
     @property
     def alive(self) -> bool:
-        return self._capabilities is not None and not self._over.is_set()
+        return self.capabilities is not None and not self._over.is_set()
 
     @property
     def pid(self) -> int | None:
@@ -169,10 +174,10 @@ class _Life:
         if not self._settled.wait(timeout):
             self.end(timeout=0)
             raise EngineStartError(f"the engine was not ready within {timeout:g} s{self._last_words()}")
-        if self._capabilities is None:
+        if self.capabilities is None:
             self._thread.join()
             raise EngineStartError(f"the engine ended before it was ready{self._last_words()}")
-        return self._capabilities
+        return self.capabilities
 
     def tell(self, command: wire.Command) -> bool:
         if not self.alive:
@@ -213,7 +218,7 @@ class _Life:
             self._over.set()
             self._settled.set()
             ours.close()
-        if self._capabilities is not None and not self._asked:
+        if self.capabilities is not None and not self._asked:
             self._told.exit(f"the engine's process ended with code {process.returncode}{self._last_words()}")
 
     def _spawn(self, channel: socket.socket) -> subprocess.Popen[str]:
@@ -248,7 +253,7 @@ class _Life:
             case wire.Begun(seqs):
                 self._told.begin(seqs)
             case wire.Ready(capabilities):
-                self._capabilities = capabilities
+                self.capabilities = capabilities
                 self._settled.set()
 
     def _deliver(self, outputs: list[Output]) -> None:

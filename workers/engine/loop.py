@@ -46,11 +46,12 @@ class BatchEngine:
         *,
         slots: int,
         kv_tokens: int,
+        prefix_tokens: int = 0,
         eos_ids: Collection[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._model = model
-        self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk)
+        self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens)
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
@@ -90,7 +91,7 @@ class BatchEngine:
     def step(self) -> list[Output]:
         self._expire()
         plan = self._scheduler.schedule()
-        if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.cached]:
+        if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.entered]:
             self.on_begin(begun)
         drawn = self._model.run(plan) if plan else []
         self._scheduler.advance(plan)
@@ -112,6 +113,7 @@ class BatchEngine:
             kv_tokens_total=scheduler.kv_tokens,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
+            reused_tokens=scheduler.reused_tokens,
             steps=self._steps,
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,
         )
@@ -157,7 +159,7 @@ class BatchEngine:
         """Append one token to its sequence, and end the sequence where that is due."""
         seq, sampling = sequence.request.seq, sequence.request.sampling
         if isinstance(token, Fault):
-            self._scheduler.remove(seq)
+            self._scheduler.remove(seq, healthy=False)
             return _error(seq, token)
         if token in self._eos_ids and not sampling.ignore_eos:
             self._scheduler.remove(seq)

@@ -41,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: int = 0  # with seed and position it keys the random draw
     priority: int = 0  # lower is served first
     deadline: float | None = None  # unix seconds; a sequence past it ends with reason "expired"
+    tenant: str = ""  # whose it is: nothing is shared between two of them
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,6 +74,7 @@ class Stats(msgspec.Struct, frozen=True):
     kv_tokens_total: int
     generated_tokens: int  # since start
     prefilled_tokens: int  # since start
+    reused_tokens: int  # since start: those that need not be prefilled, since another sequence began with them
     steps: int  # since start
     last_token_age_s: float | None  # None before the first
 

@@ -9,6 +9,9 @@ so that the cache can hand the model a view instead of a copy:
 A decoding sequence lacks the KV of its last token only, and every step feeds that one. A prefilling one is fed in
 chunks, one chunk (or one group of short prompts) a step, so that a long prompt never stalls its neighbours for
 longer than a chunk takes. What leaves is replaced by the last row, and the plan tells the cache of the move.
+
+What was cached of a sequence is kept by blocks when its prompt is complete and when it leaves its row (prefix.py), and
+a sequence that begins like it, itself included, gets those blocks instead of computing them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from workers.engine.prefix import BLOCK, Copy, PrefixIndex
 from workers.engine.protocol import Request, Tokens
 
 
@@ -30,6 +34,11 @@ class Sequence:
     output: list[int] = field(default_factory=list)  # all of it, what earlier owners generated included
     cached: int = 0  # leading tokens of prompt + output whose KV is in the cache
     paused: bool = False
+    entered: bool = False  # some of it was computed in the row that it is in
+
+    @property
+    def tokens(self) -> Tokens:
+        return (*self.request.prompt, *self.output)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -45,7 +54,7 @@ class Sequence:
         if start >= len(prompt):  # decoding: do not copy the prompt in every step
             start -= len(prompt)
             return tuple(self.output[start : start + length])
-        return (*prompt, *self.output)[start : start + length]
+        return self.tokens[start : start + length]
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,12 +80,31 @@ class Move:
 
 
 @dataclass(slots=True, frozen=True)
+class Keep:
+    """Copy these blocks out of row `row`."""
+
+    row: int
+    copies: list[Copy]
+
+
+@dataclass(slots=True, frozen=True)
+class Restore:
+    """Copy these blocks into row `row`, one behind the other from position `start`."""
+
+    row: int
+    start: int
+    blocks: list[int]
+
+
+@dataclass(slots=True, frozen=True)
 class Plan:
-    """One step. `decode[i]` is in row i, `prefill[i]` in row len(decode) + i; `moves` come first, in order."""
+    """One step. First come the `moves`, in order, then the `restores`; by then there must be room for `rows` rows of
+    `longest` tokens. `decode[i]` is in row i, `prefill[i]` in row len(decode) + i."""
 
     decode: list[Sequence]
     prefill: list[Chunk]
-    moves: list[Move]
+    moves: list[Move | Keep]
+    restores: list[Restore]
     rows: int  # in use, those included that wait for their turn to prefill
     longest: int  # tokens that the fullest row holds after the step
 
@@ -93,7 +121,7 @@ class Scheduler:
     large request waits for room, but not for ever.
     """
 
-    def __init__(self, slots: int, kv_tokens: int, prefill_chunk: int) -> None:
+    def __init__(self, slots: int, kv_tokens: int, prefill_chunk: int, prefix_tokens: int = 0) -> None:
         self.slots = slots
         self.kv_tokens = kv_tokens
         self._chunk = prefill_chunk
@@ -101,7 +129,10 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._rows: list[Sequence] = []
         self._decoding = 0
-        self._moves: list[Move] = []
+        self._moves: list[Move | Keep] = []
+        self._restores: list[Restore] = []
+        self._prefixes = PrefixIndex(prefix_tokens)
+        self.reused_tokens = 0  # since the start
         self._arrivals = 0
 
     def __contains__(self, seq: str) -> bool:
@@ -132,15 +163,15 @@ class Scheduler:
         self._all[request.seq] = sequence
         self._enqueue(sequence)
 
-    def remove(self, seq: str) -> bool:
-        """Forget a sequence, wherever it is. False when it is unknown."""
+    def remove(self, seq: str, *, healthy: bool = True) -> bool:
+        """Forget a sequence, wherever it is. False when it is unknown. Of one that is not `healthy` nothing is kept."""
         sequence = self._all.pop(seq, None)
         if sequence is not None:
-            self._vacate(sequence)
+            self._vacate(sequence, healthy=healthy)
         return sequence is not None
 
     def pause(self, seq: str) -> None:
-        """Free the row; what was cached is computed again after resume()."""
+        """Free the row; what is not kept of what was cached is computed again after resume()."""
         sequence = self._all.get(seq)
         if sequence is not None and not sequence.paused:
             self._vacate(sequence)
@@ -156,19 +187,41 @@ class Scheduler:
         """Admit what fits, then plan the step."""
         while self._waiting and self._fits(self._waiting[0]):
             self._rows.append(self._waiting.pop(0))
-        moves, self._moves = self._moves, []
         decode, prefill = self._rows[: self._decoding], self._prefill_group()
+        if not (decode or prefill):  # what is to be moved and kept is still there when something runs again
+            return Plan([], [], [], [], rows=0, longest=0)
+        moves, self._moves = self._moves, []
+        restores, self._restores = self._restores, []
         held = [sequence.cached for sequence in self._rows]
         fed = [sequence.cached + 1 for sequence in decode] + [c.sequence.cached + c.length for c in prefill]
-        return Plan(decode, prefill, moves, rows=len(self._rows), longest=max(held + fed, default=0))
+        return Plan(decode, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
     def advance(self, plan: Plan) -> None:
         """The plan's tokens are in the cache now."""
         for sequence in plan.decode:
             sequence.cached += 1
-        for chunk in plan.prefill:
-            self._decoding += chunk.completes
+        for row, chunk in enumerate(plan.prefill, len(plan.decode)):
+            complete = chunk.completes
+            self._decoding += complete
             chunk.sequence.cached += chunk.length
+            chunk.sequence.entered = True
+            if complete:
+                self._keep(chunk.sequence, row)
+
+    def _keep(self, sequence: Sequence, row: int) -> None:
+        if copies := self._prefixes.keep(sequence.request.tenant, sequence.tokens[: sequence.cached]):
+            self._moves.append(Keep(row, copies))
+
+    def _reuse(self, sequence: Sequence, row: int) -> None:
+        """Give a sequence that is about to begin what is kept of it; its last token must be fed at least."""
+        if sequence.entered:
+            return
+        blocks = self._prefixes.match(sequence.request.tenant, sequence.tokens[: sequence.total - 1])
+        start, end = sequence.cached, len(blocks) * BLOCK
+        if end > start:
+            self._restores.append(Restore(row, start, blocks[start // BLOCK :]))
+            self.reused_tokens += end - start
+            sequence.cached = end
 
     def _prefill_group(self) -> list[Chunk]:
         # Several short prompts share a forward, padded to the longest of them. Only a chunk that fills the budget
@@ -176,7 +229,8 @@ class Scheduler:
         # prefilling rows, and joins the decoding ones without a move.
         group: list[Chunk] = []
         longest = 0
-        for sequence in self._rows[self._decoding :]:
+        for row, sequence in enumerate(self._rows[self._decoding :], self._decoding):
+            self._reuse(sequence, row)
             length = min(sequence.total - sequence.cached, self._chunk)
             longest = max(longest, length)
             if group and longest * (len(group) + 1) > self._chunk:
@@ -192,12 +246,15 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=lambda waiting: waiting.order)
 
-    def _vacate(self, sequence: Sequence) -> None:
-        sequence.cached = 0
+    def _vacate(self, sequence: Sequence, *, healthy: bool = True) -> None:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif sequence in self._rows:
-            self._close_gap(self._rows.index(sequence))
+            row = self._rows.index(sequence)
+            if healthy:
+                self._keep(sequence, row)
+            self._close_gap(row)
+        sequence.cached, sequence.entered = 0, False
 
     def _close_gap(self, row: int) -> None:
         if row < self._decoding:

@@ -80,6 +80,7 @@ class TransformersModel:
     def run(self, plan: Plan) -> list[Drawn]:
         self._cache.move(plan.moves)
         self._cache.make_room(plan.rows, plan.longest)
+        self._cache.restore(plan.restores)
         drawn = self._decode(plan.decode) if plan.decode else []
         return drawn + (self._prefill(plan.prefill, len(plan.decode)) if plan.prefill else [])
 

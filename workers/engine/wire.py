@@ -19,6 +19,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     threads: int  # of torch; 0 takes the cores this process may use but one, and at least one
     device: str
     dtype: str  # a torch dtype's name
+    prefix_tokens: int = 0  # beginnings of sequences whose KV is kept beside it, for others that begin likewise
     exact: bool = False  # a sequence's numbers shall not depend on who shares its batch, see lean.py
 
 

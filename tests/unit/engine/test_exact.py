@@ -1,4 +1,4 @@
-"""Exact mode: the same text to the bit, alone or batched, whole or in pieces, interrupted anywhere."""
+"""Exact mode: the same text to the bit, alone or batched, whole or in pieces, interrupted anywhere, begun by others."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def test_a_row_of_a_product_has_the_same_bits_whoever_is_beside_it(wide: int, de
 
 
 def _requests(vocabulary: int, count: int, longest: int, seed: int) -> list[Request]:
-    """Half of them greedy."""
+    """Half of them greedy, a third of them with a common beginning."""
     chance = random.Random(seed)
+    common = tuple(chance.randrange(vocabulary) for _ in range(70))
     return [
         Request(
             str(number),
-            tuple(chance.randrange(vocabulary) for _ in range(chance.randrange(1, longest))),
+            (common if number % 3 == 0 else ())
+            + tuple(chance.randrange(vocabulary) for _ in range(chance.randrange(1, longest))),
             sampling=SamplingParams(
                 max_tokens=chance.randrange(8, 40), temperature=number % 2, seed=chance.getrandbits(30), ignore_eos=True
             ),
@@ -74,7 +76,7 @@ def _interrupted(request: Request, text: list[int], chance: random.Random) -> Re
 
 
 def _holds(folder: Path, requests: Sequence[Request]) -> None:
-    engine = build_engine(folder, EXACT)
+    engine = build_engine(folder, msgspec.structs.replace(EXACT, prefix_tokens=1024))
     assert engine.capabilities.exact
     texts = _alone(folder, requests)
     assert _together(engine, requests) == texts
@@ -82,6 +84,7 @@ def _holds(folder: Path, requests: Sequence[Request]) -> None:
     resumed = [_interrupted(request, text, chance) for request, text in zip(requests, texts, strict=True)]
     rest = [text[len(request.output) :] for request, text in zip(resumed, texts, strict=True)]
     assert _together(engine, resumed) == rest
+    assert engine.stats().reused_tokens > 0
 
 
 @needs_onednn

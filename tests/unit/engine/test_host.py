@@ -257,7 +257,8 @@ def test_the_child_dies_with_its_parent(scripted_folder: Path, busy: bool) -> No
         from pathlib import Path
         from workers.engine.host import EngineHost, EngineOptions
         from workers.engine.protocol import Request
-        host = EngineHost(Path({str(scripted_folder)!r}), EngineOptions(4, 4096, 1, "cpu", "float32"), print, print)
+        options = EngineOptions(4, 4096, 1, "cpu", "float32")
+        host = EngineHost(Path({str(scripted_folder)!r}), options, lambda _: None, lambda _: None)
         host.start()
         host.submit(Request("a", {prompt(text)!r}))
         print("pid", host.pid, flush=True)

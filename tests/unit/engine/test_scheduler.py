@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workers.engine.prefix import BLOCK
 from workers.engine.protocol import Request, SamplingParams
-from workers.engine.scheduler import Plan, Scheduler
+from workers.engine.scheduler import Keep, Plan, Scheduler
 
-SLOTS, KV_TOKENS, CHUNK = 4, 160, 16
+SLOTS, KV_TOKENS, CHUNK = 4, 480, 16
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 60), st.integers(0, 2)),
+        st.tuples(st.just("add"), st.integers(1, 180), st.integers(0, 2)),
         st.tuples(st.sampled_from(["remove", "pause", "resume"]), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("step"), st.just(0), st.just(0)),
     ),
@@ -24,10 +25,18 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = [[-1] * KV_TOKENS for _ in range(SLOTS)]
+        self.blocks: dict[int, list[int]] = {}
 
     def run(self, plan: Plan) -> None:
         for move in plan.moves:
-            self.rows[move.target][: move.length] = self.rows[move.source][: move.length]
+            if isinstance(move, Keep):
+                for block, start in move.copies:
+                    self.blocks[block] = self.rows[move.row][start : start + BLOCK]
+            else:
+                self.rows[move.target][: move.length] = self.rows[move.source][: move.length]
+        for restore in plan.restores:
+            kept = [token for block in restore.blocks for token in self.blocks[block]]
+            self.rows[restore.row][restore.start : restore.start + len(kept)] = kept
         fed = [(sequence, 1) for sequence in plan.decode] + [(chunk.sequence, chunk.length) for chunk in plan.prefill]
         for row, (sequence, length) in enumerate(fed):
             self.rows[row][sequence.cached : sequence.cached + length] = sequence.fed(length)
@@ -49,14 +58,15 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     assert bool(plan) == bool(plan.rows)
 
 
-@settings(max_examples=300, deadline=None)
-@given(ACTIONS)
-def test_every_row_holds_the_tokens_of_its_sequence(actions: list[tuple[str, int, int]]) -> None:
-    scheduler, cache = Scheduler(SLOTS, KV_TOKENS, CHUNK), Rows()
+@settings(max_examples=400, deadline=None)
+@given(ACTIONS, st.sampled_from([0, 5 * BLOCK, 20 * BLOCK]))
+def test_every_row_holds_the_tokens_of_its_sequence(actions: list[tuple[str, int, int]], prefix_tokens: int) -> None:
+    scheduler, cache = Scheduler(SLOTS, KV_TOKENS, CHUNK, prefix_tokens), Rows()
     added = 0
     for action, number, priority in actions:
         if action == "add":
-            prompt = tuple(range(1000 * added, 1000 * added + number))
+            family = 1000 * (number % 3)  # many begin alike
+            prompt = tuple(range(family, family + number))
             request = Request(str(added), prompt, sampling=SamplingParams(max_tokens=20), priority=priority)
             scheduler.add(request, need=number + 20)
             added += 1
@@ -97,3 +107,60 @@ def test_a_resumed_sequence_has_not_lost_its_place() -> None:
     scheduler.resume("a")
     plan = scheduler.schedule()
     assert [chunk.sequence.request.seq for chunk in plan.prefill] == ["a"]
+
+
+def first_step(scheduler: Scheduler, seq: str, prompt: tuple[int, ...], tenant: str = "") -> Plan:
+    """Steps until a sequence's prompt is complete and removes it; the plan that it began with."""
+    scheduler.add(Request(seq, prompt, tenant=tenant), need=len(prompt) + 10)
+    began = plan = scheduler.schedule()
+    while not plan.prefill[0].completes:
+        scheduler.advance(plan)
+        plan = scheduler.schedule()
+    scheduler.advance(plan)
+    scheduler.remove(seq)
+    return began
+
+
+def test_a_prompt_that_begins_like_another_is_fed_from_where_they_part() -> None:
+    scheduler = Scheduler(slots=1, kv_tokens=1000, prefill_chunk=500, prefix_tokens=20 * BLOCK)
+    shared = tuple(range(3 * BLOCK + 5))
+    first_step(scheduler, "a", (*shared, 1000))
+    (chunk,) = first_step(scheduler, "b", (*shared, 2000, 2001)).prefill
+    assert (chunk.length, scheduler.reused_tokens) == (5 + 2, 3 * BLOCK)
+
+
+def test_the_last_token_of_a_prompt_is_always_fed() -> None:
+    scheduler = Scheduler(slots=1, kv_tokens=1000, prefill_chunk=500, prefix_tokens=20 * BLOCK)
+    prompt = tuple(range(2 * BLOCK))
+    first_step(scheduler, "a", prompt)
+    (chunk,) = first_step(scheduler, "b", prompt).prefill
+    assert chunk.length == BLOCK
+
+
+def test_nothing_is_shared_between_tenants() -> None:
+    scheduler = Scheduler(slots=1, kv_tokens=1000, prefill_chunk=500, prefix_tokens=20 * BLOCK)
+    prompt = tuple(range(3 * BLOCK))
+    first_step(scheduler, "a", prompt, tenant="ann")
+    (chunk,) = first_step(scheduler, "b", prompt, tenant="bob").prefill
+    assert chunk.length == len(prompt)
+
+
+def test_a_paused_sequence_goes_on_from_what_was_kept_of_it() -> None:
+    scheduler = Scheduler(slots=1, kv_tokens=1000, prefill_chunk=500, prefix_tokens=20 * BLOCK)
+    scheduler.add(Request("a", tuple(range(4 * BLOCK + 3))), need=200)
+    scheduler.advance(scheduler.schedule())
+    scheduler.pause("a")
+    scheduler.resume("a")
+    (chunk,) = scheduler.schedule().prefill
+    assert chunk.length == 3
+
+
+def test_of_a_sequence_that_failed_nothing_is_kept() -> None:
+    scheduler = Scheduler(slots=1, kv_tokens=1000, prefill_chunk=20, prefix_tokens=20 * BLOCK)
+    prompt = tuple(range(3 * BLOCK))
+    scheduler.add(Request("a", prompt), need=200)
+    for _ in range(2):
+        scheduler.advance(scheduler.schedule())
+    scheduler.remove("a", healthy=False)
+    first_step(scheduler, "b", prompt)
+    assert scheduler.reused_tokens == 0
