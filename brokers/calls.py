@@ -276,9 +276,10 @@ def webhook_tries(record: str) -> Call:
     return Call(("HMGET", record, "told", "told_error"), _tries)
 
 
-def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool) -> Call:
+def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool, can_publish: bool = True) -> Call:
     grace_ms, check_ms = int(settings.accepted_grace_s * 1000), int(settings.queued_check_s * 1000)
-    return Call(_fcall("reconcile", k[:4], job_id, grace_ms, check_ms, int(assume_lost)), _reconciled)
+    seen = int(assume_lost), int(can_publish)
+    return Call(_fcall("reconcile", k[:4], job_id, grace_ms, check_ms, *seen), _reconciled)
 
 
 _FIELDS = (

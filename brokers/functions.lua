@@ -154,9 +154,9 @@ end
 -- KEYS record stream live webhooks index; ARGV job created. The client is about to be told 503: 1 if the job will never
 -- run. A record that another request has made under this id since then is that one's.
 local function withdraw(keys, args)
-  local job = get(keys[1], 'state', 'retention', 'created')
+  local job = get(keys[1], 'state', 'retention', 'created', 'attempt')
   if not job[1] or job[3] ~= args[2] then return 1 end
-  if job[1] ~= 'accepted' then return 0 end
+  if job[1] ~= 'accepted' or job[4] ~= '0' then return 0 end
   redis.call('HSET', keys[1], 'state', 'withdrawn', 'ended', int(now_ms()))
   redis.call('PEXPIRE', keys[1], job[2])
   redis.call('UNLINK', keys[2])
@@ -286,10 +286,12 @@ local function cancel(keys, args)
   return 'cancelled'
 end
 
--- KEYS record stream live webhooks; ARGV job grace_ms check_ms assume_lost.
+-- KEYS record stream live webhooks; ARGV job grace_ms check_ms assume_lost can_publish.
 -- What the reconciler does with one job that is due:
 -- 0 nothing now | PUBLISH gen sealed | ENDED state | SETTLE tenant state prompt_tokens completion_tokens ended
--- assume_lost "1": the broker was seen to hold no message for a queued job.
+-- assume_lost "1": the broker was seen to hold no message for a queued job. can_publish "0": the broker is away, and no
+-- generation is raised, so that the message there may be is good when it is back. What is to be published is `accepted`
+-- until the broker has confirmed it: a publish that fails is tried again.
 local function reconcile(keys, args)
   local record, stream, live, id = keys[1], keys[2], keys[3], args[1]
   local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'sealed', 'usage_prompt', 'usage_completion', 'ended',
@@ -312,19 +314,17 @@ local function reconcile(keys, args)
     finish_unowned(keys, now, over)
     return { 'ENDED', over }
   end
+  local waits = job[1] == 'queued' and args[4] ~= '1'
+  local pause = math.min(tonumber(waits and args[3] or args[2]), tonumber(job[3]) - now)
+  redis.call('ZADD', live, int(now + pause), id)
+  if waits or args[5] == '0' then return 0 end
   if job[1] == 'running' and job[11] and strike(record) then
     end_poisoned(keys, now)
     return { 'ENDED', 'failed' }
   end
-  local pause = math.min(tonumber(job[1] == 'queued' and args[3] or args[2]), tonumber(job[3]) - now)
-  redis.call('ZADD', live, int(now + pause), id)
-  if job[1] == 'queued' and args[4] ~= '1' then return 0 end
   local gen = tonumber(job[2]) + 1
-  if job[1] == 'running' then
-    redis.call('HSET', record, 'state', 'queued')
-    redis.call('HDEL', record, 'owner', 'lease', 'began')
-  end
-  redis.call('HSET', record, 'gen', gen)
+  redis.call('HSET', record, 'state', 'accepted', 'gen', gen)
+  redis.call('HDEL', record, 'owner', 'lease', 'began')
   return { 'PUBLISH', gen, job[5] }
 end
 

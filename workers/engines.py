@@ -280,6 +280,7 @@ def _resumed(run: Run) -> Request:
         priority=r.priority,
         deadline=r.deadline,
         tenant=r.tenant,
+        weight=r.weight,
     )
 
 

@@ -20,8 +20,8 @@ from brokers.models import Model, Registry
 from brokers.settings import Settings
 from tests.faults.load import Reading, Work
 from workers.engine.protocol import Request, SamplingParams
-from workers.engine.scheduler import Sequence as EngineSequence
 from workers.engine.scripted import Options, ScriptedModel
+from workers.engine.sequence import Sequence as EngineSequence
 
 _ENDED_WITHIN_S = 30.0
 _SETTLED_WITHIN_S = 20.0

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.engine.protocol import Capabilities, Output, Request, Stats
-from workers.engine.scheduler import Plan, Scheduler, Sequence
+from workers.engine.scheduler import Plan, Scheduler
+from workers.engine.sequence import Sequence
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +114,7 @@ class BatchEngine:
             kv_tokens_total=scheduler.kv_tokens,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
+            preempted=scheduler.preempted,
             reused_tokens=scheduler.reused_tokens,
             steps=self._steps,
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,

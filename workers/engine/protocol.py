@@ -39,9 +39,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     output: Tokens = ()  # generated earlier, by whomever: continue after them (counted in max_tokens)
     sampling: SamplingParams = SamplingParams()
     choice: int = 0  # with seed and position it keys the random draw
-    priority: int = 0  # lower is served first
+    priority: int = 0  # rank of its lane: lower is served first, see policy.py
     deadline: float | None = None  # unix seconds; a sequence past it ends with reason "expired"
     tenant: str = ""  # whose it is: nothing is shared between two of them
+    weight: float = 1.0  # of the tenant's share of slots
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,6 +75,7 @@ class Stats(msgspec.Struct, frozen=True):
     kv_tokens_total: int
     generated_tokens: int  # since start
     prefilled_tokens: int  # since start
+    preempted: int  # since start: sequences that went back to the queue for one of a higher lane
     reused_tokens: int  # since start: those that need not be prefilled, since another sequence began with them
     steps: int  # since start
     last_token_age_s: float | None  # None before the first

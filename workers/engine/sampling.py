@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.protocol import SamplingParams
-from workers.engine.scheduler import Sequence
+from workers.engine.sequence import Sequence
 
 _MASK = (1 << 64) - 1
 _CANDIDATES = 256  # best tokens looked at for top-p; eight times as many, again and again, when they are too few

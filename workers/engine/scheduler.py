@@ -1,7 +1,7 @@
-"""Who runs in the next step: policy without tensors.
+"""What runs in the next step, and in which row: bookkeeping without tensors.
 
-Sequences wait in order of (priority, arrival). A running sequence owns a row of the KV cache; rows are kept dense,
-so that the cache can hand the model a view instead of a copy:
+Which sequence is next, and which must go for it, is the policy's word (policy.py). A running sequence owns a row of the
+KV cache; rows are kept dense, so that the cache can hand the model a view instead of a copy:
 
     rows   [ decoding ... | prefilling ... ]
            0              `decoding`       len(rows)
@@ -16,45 +16,13 @@ a sequence that begins like it, itself included, gets those blocks instead of co
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from workers.engine.policy import Policy
 from workers.engine.prefix import BLOCK, Copy, PrefixIndex
-from workers.engine.protocol import Request, Tokens
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Sequence:
-    """A request on its way."""
-
-    request: Request
-    arrival: int
-    need: int  # KV tokens it can come to hold
-    output: list[int] = field(default_factory=list)  # all of it, what earlier owners generated included
-    cached: int = 0  # leading tokens of prompt + output whose KV is in the cache
-    paused: bool = False
-    entered: bool = False  # some of it was computed in the row that it is in
-
-    @property
-    def tokens(self) -> Tokens:
-        return (*self.request.prompt, *self.output)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.request.priority, self.arrival
-
-    @property
-    def total(self) -> int:
-        return len(self.request.prompt) + len(self.output)
-
-    def fed(self, length: int) -> Tokens:
-        """The next `length` tokens to feed."""
-        prompt, start = self.request.prompt, self.cached
-        if start >= len(prompt):  # decoding: do not copy the prompt in every step
-            start -= len(prompt)
-            return tuple(self.output[start : start + length])
-        return self.tokens[start : start + length]
+from workers.engine.protocol import Request
+from workers.engine.sequence import Sequence
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,7 +85,7 @@ class Scheduler:
 
     The cache is a rectangle, rows x longest row, so the budget is that rectangle's area: a sequence is admitted when
     (rows + 1) x (the greatest need among them) fits in `kv_tokens`. A need counts prompt, output and the whole of
-    max_tokens, so what was admitted never has to be thrown out again. The head of the queue is not overtaken: a
+    max_tokens, so what was admitted never has to be thrown out for want of room. Who is next is not overtaken: a
     large request waits for room, but not for ever.
     """
 
@@ -127,12 +95,14 @@ class Scheduler:
         self._chunk = prefill_chunk
         self._all: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
+        self._policy = Policy(slots)
         self._rows: list[Sequence] = []
         self._decoding = 0
         self._moves: list[Move | Keep] = []
         self._restores: list[Restore] = []
         self._prefixes = PrefixIndex(prefix_tokens)
         self.reused_tokens = 0  # since the start
+        self.preempted = 0  # since the start
         self._arrivals = 0
 
     def __contains__(self, seq: str) -> bool:
@@ -161,7 +131,7 @@ class Scheduler:
         sequence = Sequence(request, self._arrivals, need, list(request.output))
         self._arrivals += 1
         self._all[request.seq] = sequence
-        self._enqueue(sequence)
+        self._waiting.append(sequence)
 
     def remove(self, seq: str, *, healthy: bool = True) -> bool:
         """Forget a sequence, wherever it is. False when it is unknown. Of one that is not `healthy` nothing is kept."""
@@ -181,12 +151,14 @@ class Scheduler:
         sequence = self._all.get(seq)
         if sequence is not None and sequence.paused:
             sequence.paused = False
-            self._enqueue(sequence)  # its arrival is the old one, so it does not lose its place
+            self._waiting.append(sequence)  # its arrival is the old one, so it does not lose its place
 
     def schedule(self) -> Plan:
         """Admit what fits, then plan the step."""
-        while self._waiting and self._fits(self._waiting[0]):
-            self._rows.append(self._waiting.pop(0))
+        while (sequence := self._policy.next(self._waiting, self._rows)) and self._make_room(sequence):
+            self._waiting.remove(sequence)
+            self._policy.admitted(sequence, self._waiting)
+            self._rows.append(sequence)
         decode, prefill = self._rows[: self._decoding], self._prefill_group()
         if not (decode or prefill):  # what is to be moved and kept is still there when something runs again
             return Plan([], [], [], [], rows=0, longest=0)
@@ -238,13 +210,23 @@ class Scheduler:
             group.append(Chunk(sequence, length))
         return group
 
-    def _fits(self, sequence: Sequence) -> bool:
-        rows = len(self._rows) + 1
-        longest = max(sequence.need, *(other.need for other in self._rows)) if self._rows else sequence.need
-        return rows <= self.slots and rows * longest <= self.kv_tokens
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Whether it fits, if need be after others have gone back to the queue; nobody goes in vain."""
+        stay, leave = list(self._rows), []
+        victims = self._policy.victims(sequence, self._rows)
+        while not self._fit([*stay, sequence]):
+            if not victims:
+                return False
+            leave.append(victims.pop(0))
+            stay.remove(leave[-1])
+        for victim in leave:
+            self._vacate(victim)
+            self._waiting.append(victim)
+        self.preempted += len(leave)
+        return True
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+    def _fit(self, rows: list[Sequence]) -> bool:
+        return len(rows) <= self.slots and len(rows) * max(row.need for row in rows) <= self.kv_tokens
 
     def _vacate(self, sequence: Sequence, *, healthy: bool = True) -> None:
         if sequence in self._waiting:

@@ -27,7 +27,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from workers.engine.loop import Drawn, Fault
-from workers.engine.scheduler import Plan, Sequence
+from workers.engine.scheduler import Plan
+from workers.engine.sequence import Sequence
 
 CRASH_CODE = 70
 _OOM_S = 0.05  # memory takes a moment to fill up

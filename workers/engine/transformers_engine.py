@@ -21,7 +21,8 @@ from workers.engine.lean import LeanForward, is_lean
 from workers.engine.loop import Drawn, Fault
 from workers.engine.protocol import Request
 from workers.engine.sampling import sample
-from workers.engine.scheduler import Chunk, Plan, Scheduler, Sequence
+from workers.engine.scheduler import Chunk, Plan, Scheduler
+from workers.engine.sequence import Sequence
 from workers.engine.wire import EngineOptions
 
 _NOT_A_NUMBER = Fault("numeric_error", "the model's output is not a number for this sequence")

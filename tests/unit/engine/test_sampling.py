@@ -17,7 +17,7 @@ from transformers import (
 
 from workers.engine.protocol import Request, SamplingParams
 from workers.engine.sampling import sample, uniform
-from workers.engine.scheduler import Sequence
+from workers.engine.sequence import Sequence
 
 VOCABULARY = 300  # more than one block of the inverse CDF
 
