@@ -61,6 +61,10 @@ class Fenced(NamedTuple):
     """The token is no longer the owner's: whatever this process writes is refused from now on."""
 
 
+class Unowned(NamedTuple):
+    """The job waits for an owner: it was handed back, or the store has forgotten the claim."""
+
+
 class Rewind(NamedTuple):
     """The stream stands at `pos`, not where the caller thought."""
 
@@ -110,7 +114,7 @@ class Publish(NamedTuple):
     sealed: bytes
 
 
-Written = Accepted | Fenced | Gone | Rewind
+Written = Accepted | Fenced | Unowned | Gone | Rewind
 Claim = Claimed | Busy | Ended | Stale | Gone | Poison
 Reconciled = Publish | Ended | Settle | None
 Idempotent = InProgress | OtherBody | Known | None
@@ -323,6 +327,8 @@ def written(reply: Any) -> Written:
     word = reply[0]
     if word == b"POS":
         return Rewind(reply[1])
+    if word == b"UNOWNED":
+        return Unowned()
     return Gone() if word == b"GONE" else Fenced()
 
 

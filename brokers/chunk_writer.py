@@ -70,7 +70,8 @@ class OwnedStream:
         self.pieces: list[str] = []
         self.durable = 0  # tokens in the store
         self.outcome: Outcome | None = None
-        self.lost: calls.Fenced | calls.Gone | calls.Poison | None = None  # why this process may no longer write
+        # Why this process may no longer write.
+        self.lost: calls.Fenced | calls.Unowned | calls.Gone | calls.Poison | None = None
         self.begun = False  # the engine works on it
         self.begun_is_out = False
         self.settled = threading.Event()  # ended in the store, or lost
@@ -300,7 +301,7 @@ class ChunkWriter:
             case calls.Rewind(pos):
                 # Ours, written by a try whose reply was lost; or the store forgot its last second.
                 stream.durable = min(pos, len(stream.token_ids))
-            case calls.Fenced() | calls.Gone():
+            case calls.Fenced() | calls.Unowned() | calls.Gone():
                 stream.lost = written
                 self._forget(stream)
         return False

@@ -31,7 +31,8 @@ Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
 A record whose state is `erased` is a tombstone: it outlives every message of its job.
 
 Replies: an integer >= 0 is success (append, renew: bit 1 = cancel was asked for); otherwise an array whose first
-element is a word: FENCED (another owner, or none), GONE (no such record), POS n (the stream stands at n), ...
+element is a word: FENCED (another owner, or it has ended), UNOWNED (it waits for one: the store may have forgotten a
+claim, whose message must not go), GONE (no such record), POS n (the stream stands at n), ...
 --]]
 
 local function now_ms()
@@ -111,6 +112,7 @@ end
 local function owned(record, token)
   local job = get(record, 'state', 'owner', 'pos', 'cancel')
   if not job[1] then return nil, { 'GONE' } end
+  if job[1] == 'queued' or job[1] == 'accepted' then return nil, { 'UNOWNED' } end
   if job[1] ~= 'running' or job[2] ~= token then return nil, { 'FENCED' } end
   return { pos = job[3], flags = job[4] and 1 or 0 }
 end

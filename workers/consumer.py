@@ -1,7 +1,7 @@
 """How a worker consumes: each lane's queue with a prefetch of its own, and no steps that do not fit quorum queues.
 
-A message that is no job's goes to the dead-letter queue before Celery sees it: some bodies that Celery cannot take apart
-end its worker, and come back to the next one.
+A message that is no job's goes to the dead-letter queue before Celery sees it: some bodies that Celery cannot take
+apart end its worker, and come back to the next one.
 """
 
 from __future__ import annotations
