@@ -8,6 +8,7 @@ Lanes are queues because quorum queues ignore message priorities. The same argum
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def declare(settings: Settings, models: Iterable[str], region: str | None = None
         channel.exchange_declare(names.DEAD_EXCHANGE, "fanout", durable=True)
         for queue in queues(settings, region, models):
             if fault := _declare_queue(channel, queue):
-                raise ConfigurationError(fault, hint=_repair(queue))
+                raise ConfigurationError(fault, hint=_repair(queue.name))
 
 
 def check(settings: Settings, models: Iterable[str], region: str | None = None) -> list[str]:
@@ -102,14 +103,25 @@ def _declare_queue(channel: BlockingChannel, queue: QueueSpec) -> str | None:
         channel.queue_declare(queue.name, durable=True, arguments=queue.arguments)
         channel.queue_bind(queue.name, queue.exchange, queue.routing_key)
     except ChannelClosedByBroker as closed:
-        # 406 says both values: inequivalent arg 'x' for queue 'q': received '1' but current is '2'
-        return f"queue {queue.name} exists with other arguments: {closed.reply_text}."
+        return _fault_of(queue.name, closed.reply_text)
     return None
 
 
-def _repair(queue: QueueSpec) -> str:
+def refused(reply: str) -> ConfigurationError:
+    """What a 406 to the declaration of a queue means; `reply` is the broker's text."""
+    named = re.search(r"queue '(.+?)'", reply)
+    name = named[1] if named else "(see the broker's log)"
+    return ConfigurationError(_fault_of(name, reply), hint=_repair(name))
+
+
+def _fault_of(name: str, reply: str) -> str:
+    # The broker says both values: inequivalent arg 'x' for queue 'q': received '1' but current is '2'
+    return f"queue {name} exists with other arguments: {reply}."
+
+
+def _repair(name: str) -> str:
     return (
-        f"Restore the setting, or let the queue run empty, then `rabbitmqctl delete_queue {queue.name}` (in its vhost) "
+        f"Restore the setting, or let the queue run empty, then `rabbitmqctl delete_queue {name}` (in its vhost) "
         "and `lingbot declare`."
     )
 

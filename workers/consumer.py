@@ -10,13 +10,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from amqp import spec
+from amqp.exceptions import PreconditionFailed
 from celery.app.amqp import AMQP
 from celery.worker.consumer import Consumer as CeleryConsumer
 from kombu.entity import Queue
 from kombu.message import Message
 from kombu.messaging import Consumer as KombuConsumer
 
-from brokers import envelope, names
+from brokers import envelope, names, topology
 from brokers.settings import load
 from workers import runtime
 
@@ -53,6 +55,15 @@ class Consumer(CeleryConsumer):
     def __init__(self, *args: Any, worker_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         quiet = {"without_mingle": True, "without_gossip": True}
         super().__init__(*args, worker_options=(worker_options or {}) | quiet, **kwargs)
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """A queue that came to have other arguments is refused each time: an operator has to mend it. Not every 406 is
+        of this kind; an acknowledgement that comes too late is one too."""
+        if isinstance(exc, PreconditionFailed) and exc.method_sig == spec.Queue.Declare:
+            refusal = topology.refused(str(exc.reply_text))
+            log.critical("%s %s", refusal.message, refusal.advice)
+            raise SystemExit(1)
+        super().on_connection_error_after_connected(exc)
 
     def create_task_handler(self) -> Callable[[Message], Any]:
         handle = super().create_task_handler()
