@@ -59,12 +59,15 @@ class Reconciler:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
         await self._step_down()
-        await self._publisher.close()
-        await self._store.close()
+        await self.close()
 
     async def open(self) -> None:
         await self._store.open()
         await self._publisher.open()
+
+    async def close(self) -> None:
+        await self._publisher.close()
+        await self._store.close()
 
     async def sweep(self) -> int:
         """Look at every job that is due once; how many were published again, ended or settled. Raises StoreUnavailable

@@ -29,8 +29,6 @@ poison, which is counted by claims; 4.x would default to 20, and -1 dead-letters
 
 
 _HELD_S = 8 * 3600
-"""x-consumer-timeout at least, where the broker knows it (from 3.12; before, consumer_timeout in its configuration).
-A worker that holds a message longer would lose its channel, on 4.3 for good."""
 
 
 class QueueSpec(NamedTuple):
@@ -42,6 +40,13 @@ class QueueSpec(NamedTuple):
     arguments: dict[str, Any]
 
 
+def held_s(settings: Settings) -> int:
+    """How long a worker may hold a message: longer than any job lives. One that holds it longer than the broker's
+    timeout loses its channel, on RabbitMQ 4.3 for good. Before 3.12 a broker does not know that timeout of a queue;
+    then it has to stand in its configuration."""
+    return max(_HELD_S, settings.max_expires_s + 3600)
+
+
 def lane_queue(settings: Settings, region: str, model: str, lane: Lane) -> QueueSpec:
     arguments = {
         "x-queue-type": "quorum",
@@ -49,7 +54,7 @@ def lane_queue(settings: Settings, region: str, model: str, lane: Lane) -> Queue
         "x-max-length": settings.queue_max_length,
         "x-overflow": "reject-publish",
         "x-dead-letter-exchange": names.DEAD_EXCHANGE,
-        "x-consumer-timeout": 1000 * max(_HELD_S, settings.max_expires_s + 3600),
+        "x-consumer-timeout": 1000 * held_s(settings),
     }
     return QueueSpec(names.queue(region, model, lane), names.EXCHANGE, names.routing_key(model, lane), arguments)
 

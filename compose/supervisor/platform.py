@@ -44,6 +44,7 @@ class Platform:
         self.settings = {
             region: config.read(folder.config, region=region, port=self._port("api", region)) for region in self.regions
         }
+        self.rabbitmq.consumer_timeout_s = max(topology.held_s(own) for own in self.settings.values())
         self.models = [model.card.name for model in Registry(folder.models).all()]
         if not self.models:
             raise ConfigurationError(
