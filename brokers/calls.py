@@ -261,7 +261,7 @@ def unanswered(key: str, job_id: str, next_try: tuple[str, int] = ("", 0)) -> Ca
 
 def told_due(webhooks: str, limit: int, lease_ms: int) -> Call:
     """Ids of jobs whose end is to be told now; nobody else gets them before the lease is over."""
-    return Call(_fcall("told_due", (webhooks,), limit, lease_ms), lambda reply: [job.decode() for job in reply])
+    return Call(_fcall("told_due", (webhooks,), limit, lease_ms), _ids)
 
 
 def told(job: Job, k: Keys, dead: str, error: str, retry_ms: int | None) -> Call:
@@ -278,6 +278,11 @@ def tell_again(job: Job, k: Keys, dead: str) -> Call:
 def webhook_tries(record: str) -> Call:
     """How often it was tried, and what came of the last one."""
     return Call(("HMGET", record, "told", "told_error"), _tries)
+
+
+def due(live: str, limit: int) -> Call:
+    """Ids of jobs that the reconciler is to look at now."""
+    return Call(_fcall("due", (live,), limit), _ids)
 
 
 def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool, can_publish: bool = True) -> Call:
@@ -310,6 +315,10 @@ def entries_of(k: Keys) -> Call:
 
 def _fcall(verb: str, k: tuple[str, ...], *args: Any) -> tuple[Any, ...]:
     return ("FCALL", names.function(verb), len(k), *k, *args)
+
+
+def _ids(reply: list[bytes]) -> list[str]:
+    return [job_id.decode() for job_id in reply]
 
 
 def _created(reply: Any) -> bool:

@@ -330,6 +330,11 @@ local function reconcile(keys, args)
   return { 'PUBLISH', gen, job[5] }
 end
 
+-- KEYS live; ARGV limit. Jobs to be looked at now, by the store's clock, which is the one that their times are of.
+local function due(keys, args)
+  return redis.call('ZRANGEBYSCORE', keys[1], '-inf', int(now_ms()), 'LIMIT', 0, args[1])
+end
+
 -- KEYS usage settled; ARGV job state prompt_tokens completion_tokens keep_ms. 1 if counted now, 0 if it was before.
 local function account(keys, args)
   if redis.call('ZSCORE', keys[2], args[1]) then return 0 end
@@ -457,6 +462,7 @@ redis.register_function('lb1_finish', done)
 redis.register_function('lb1_release', release)
 redis.register_function('lb1_look', look)
 redis.register_function('lb1_cancel', cancel)
+redis.register_function('lb1_due', due)
 redis.register_function('lb1_reconcile', reconcile)
 redis.register_function('lb1_begin', begin)
 redis.register_function('lb1_struck', struck)

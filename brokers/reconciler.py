@@ -104,11 +104,9 @@ class Reconciler:
     async def _due(self, part: str) -> list[str] | None:
         """None while the partition's server is away."""
         key = names.live(self._settings.region, part)
-        now, now_ms = time.monotonic(), int(time.time() * 1000)
-        command = ("ZRANGEBYSCORE", key, "-inf", now_ms, "LIMIT", 0, _DUE_AT_ONCE)
-        call = calls.Call(command, lambda reply: [job.decode() for job in reply])
+        now = time.monotonic()
         try:
-            found: list[str] = await self._store.call(call)
+            found: list[str] = await self._store.call(calls.due(key, _DUE_AT_ONCE))
         except StoreUnavailable:
             self._be_patient(part)
             return None
