@@ -44,7 +44,7 @@ bench: model
 bench-engine: model .venv/.bench-installed
 	$(BIN)/python -m tests.benchmarks.engine $(ARGS) $(if $(WRITE),--write $(WRITE))
 
-# make faults  processes are killed on purpose, for the better part of an hour; WRITE=docs/faults.md keeps the table
+# make faults  processes are killed on purpose, for 40 minutes; WRITE=docs/faults.md keeps the table
 faults: model
 	$(BIN)/python -m pytest tests/faults -k "not short" $(if $(WRITE),--faults-write $(WRITE))
 

@@ -61,6 +61,10 @@ class Fenced(NamedTuple):
     """The token is no longer the owner's: whatever this process writes is refused from now on."""
 
 
+class Unowned(NamedTuple):
+    """The job waits for an owner: it was handed back, or the store has forgotten the claim."""
+
+
 class Rewind(NamedTuple):
     """The stream stands at `pos`, not where the caller thought."""
 
@@ -110,7 +114,7 @@ class Publish(NamedTuple):
     sealed: bytes
 
 
-Written = Accepted | Fenced | Gone | Rewind
+Written = Accepted | Fenced | Unowned | Gone | Rewind
 Claim = Claimed | Busy | Ended | Stale | Gone | Poison
 Reconciled = Publish | Ended | Settle | None
 Idempotent = InProgress | OtherBody | Known | None
@@ -257,7 +261,7 @@ def unanswered(key: str, job_id: str, next_try: tuple[str, int] = ("", 0)) -> Ca
 
 def told_due(webhooks: str, limit: int, lease_ms: int) -> Call:
     """Ids of jobs whose end is to be told now; nobody else gets them before the lease is over."""
-    return Call(_fcall("told_due", (webhooks,), limit, lease_ms), lambda reply: [job.decode() for job in reply])
+    return Call(_fcall("told_due", (webhooks,), limit, lease_ms), _ids)
 
 
 def told(job: Job, k: Keys, dead: str, error: str, retry_ms: int | None) -> Call:
@@ -276,9 +280,15 @@ def webhook_tries(record: str) -> Call:
     return Call(("HMGET", record, "told", "told_error"), _tries)
 
 
-def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool) -> Call:
+def due(live: str, limit: int) -> Call:
+    """Ids of jobs that the reconciler is to look at now."""
+    return Call(_fcall("due", (live,), limit), _ids)
+
+
+def reconcile(job_id: str, k: Keys, settings: Settings, *, assume_lost: bool, can_publish: bool = True) -> Call:
     grace_ms, check_ms = int(settings.accepted_grace_s * 1000), int(settings.queued_check_s * 1000)
-    return Call(_fcall("reconcile", k[:4], job_id, grace_ms, check_ms, int(assume_lost)), _reconciled)
+    seen = int(assume_lost), int(can_publish)
+    return Call(_fcall("reconcile", k[:4], job_id, grace_ms, check_ms, *seen), _reconciled)
 
 
 _FIELDS = (
@@ -307,6 +317,10 @@ def _fcall(verb: str, k: tuple[str, ...], *args: Any) -> tuple[Any, ...]:
     return ("FCALL", names.function(verb), len(k), *k, *args)
 
 
+def _ids(reply: list[bytes]) -> list[str]:
+    return [job_id.decode() for job_id in reply]
+
+
 def _created(reply: Any) -> bool:
     """False when there is such a record already."""
     return not isinstance(reply, list)
@@ -322,6 +336,8 @@ def written(reply: Any) -> Written:
     word = reply[0]
     if word == b"POS":
         return Rewind(reply[1])
+    if word == b"UNOWNED":
+        return Unowned()
     return Gone() if word == b"GONE" else Fenced()
 
 

@@ -82,7 +82,8 @@ class OwnedStream:
         self.logprobs: list[bytes] = []  # packed, of each position, where they are asked for
         self.durable = 0  # positions in the store
         self.outcome: Outcome | None = None
-        self.lost: calls.Fenced | calls.Gone | calls.Poison | None = None  # why this process may no longer write
+        # Why this process may no longer write.
+        self.lost: calls.Fenced | calls.Unowned | calls.Gone | calls.Poison | None = None
         self.begun = False  # the engine works on it
         self.begun_is_out = False
         self.settled = threading.Event()  # ended in the store, or lost
@@ -359,7 +360,7 @@ class ChunkWriter:
             case calls.Rewind(pos):
                 # Ours, written by a try whose reply was lost; or the store forgot its last second.
                 stream.durable = min(pos, stream.pos)
-            case calls.Fenced() | calls.Gone():
+            case calls.Fenced() | calls.Unowned() | calls.Gone():
                 stream.lost = written
                 self._forget(stream)
         return False

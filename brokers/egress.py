@@ -23,8 +23,13 @@ from brokers.errors import LingbotError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _URL = re.compile(r"[\x21-\x7e]{1,2048}\Z")
-_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9.])?\Z")
+_LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?!.{{254}}){_LABEL}(?:\.{_LABEL})*\.?\Z")
 _PORTS = {"https": 443, "http": 80}
+_TROUBLES = (
+    *(httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError),
+    UnicodeError,  # of a resolver, for a name that it cannot even spell
+)
 _RESOLVERS = 16  # threads of their own: a resolver that hangs holds up nothing else
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -87,7 +92,7 @@ class Egress:
                 return await self._post(parts, headers, body)
         except TimeoutError:
             raise Failed(f"no answer within {self._timeout_s:g} seconds") from None
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
+        except _TROUBLES as error:
             raise Failed(f"{type(error).__name__}: {error}"[:200]) from error
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ and Flower show, name the job and nothing more.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from brokers import names
 from brokers.job import Job, Kind, Lane, State
 
 _PERSISTENT = 2
+_BODY = tuple[list[Any], dict[str, Any], dict[str, Any]]  # args, kwargs, what Celery's canvas adds
+_TASKS = frozenset(names.task(kind, version) for kind in Kind for version in names.ACCEPTED)
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +86,29 @@ def unpack(kwargs: dict[str, Any]) -> Envelope:
     return msgspec.convert(kwargs, Envelope)
 
 
-def decode(body: bytes) -> Envelope:
+def decode(body: bytes | str) -> Envelope:
     """The envelope in a message's body. Raises msgspec.MsgspecError."""
-    _, kwargs, _ = msgspec.json.decode(body, type=tuple[Any, dict[str, Any], Any])
+    _, kwargs, _ = msgspec.json.decode(body, type=_BODY)
     return unpack(kwargs)
+
+
+def fault(headers: Mapping[str, Any] | None, body: bytes | str) -> str | None:
+    """Why a message is no job's; None when it is one, or of a task unknown here."""
+    headers = headers or {}
+    task = headers.get("task")
+    if not isinstance(task, str):
+        return "it names no task"
+    if task not in _TASKS:
+        return None
+    try:
+        found = decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return str(error)
+    if headers.get("id") != found.job:
+        return "its id is not its job's"
+    if any(headers.get(name) is not None for name in ("eta", "expires")):
+        return "it is to run at a time of Celery's"
+    return None
 
 
 def encode(envelope: Envelope) -> tuple[BasicProperties, bytes]:

@@ -32,7 +32,8 @@ Key layout (region r, partition {pNN}, so that the keys of a call share a slot):
 A record whose state is `erased` is a tombstone: it outlives every message of its job.
 
 Replies: an integer >= 0 is success (append, renew: bit 1 = cancel was asked for); otherwise an array whose first
-element is a word: FENCED (another owner, or none), GONE (no such record), POS n (the stream stands at n), ...
+element is a word: FENCED (another owner, or it has ended), UNOWNED (it waits for one: the store may have forgotten a
+claim, whose message must not go), GONE (no such record), POS n (the stream stands at n), ...
 --]]
 
 local function now_ms()
@@ -112,6 +113,7 @@ end
 local function owned(record, token)
   local job = get(record, 'state', 'owner', 'pos', 'cancel')
   if not job[1] then return nil, { 'GONE' } end
+  if job[1] == 'queued' or job[1] == 'accepted' then return nil, { 'UNOWNED' } end
   if job[1] ~= 'running' or job[2] ~= token then return nil, { 'FENCED' } end
   return { pos = job[3], flags = job[4] and 1 or 0 }
 end
@@ -155,9 +157,9 @@ end
 -- KEYS record stream live webhooks index; ARGV job created. The client is about to be told 503: 1 if the job will never
 -- run. A record that another request has made under this id since then is that one's.
 local function withdraw(keys, args)
-  local job = get(keys[1], 'state', 'retention', 'created')
+  local job = get(keys[1], 'state', 'retention', 'created', 'attempt')
   if not job[1] or job[3] ~= args[2] then return 1 end
-  if job[1] ~= 'accepted' then return 0 end
+  if job[1] ~= 'accepted' or job[4] ~= '0' then return 0 end
   redis.call('HSET', keys[1], 'state', 'withdrawn', 'ended', int(now_ms()))
   redis.call('PEXPIRE', keys[1], job[2])
   redis.call('UNLINK', keys[2])
@@ -287,10 +289,12 @@ local function cancel(keys, args)
   return 'cancelled'
 end
 
--- KEYS record stream live webhooks; ARGV job grace_ms check_ms assume_lost.
+-- KEYS record stream live webhooks; ARGV job grace_ms check_ms assume_lost can_publish.
 -- What the reconciler does with one job that is due:
 -- 0 nothing now | PUBLISH gen sealed | ENDED state | SETTLE tenant state prompt_tokens completion_tokens ended
--- assume_lost "1": the broker was seen to hold no message for a queued job.
+-- assume_lost "1": the broker was seen to hold no message for a queued job. can_publish "0": the broker is away, and no
+-- generation is raised, so that the message there may be is good when it is back. What is to be published is `accepted`
+-- until the broker has confirmed it: a publish that fails is tried again.
 local function reconcile(keys, args)
   local record, stream, live, id = keys[1], keys[2], keys[3], args[1]
   local job = get(record, 'state', 'gen', 'deadline', 'cancel', 'sealed', 'usage_prompt', 'usage_completion', 'ended',
@@ -313,20 +317,23 @@ local function reconcile(keys, args)
     finish_unowned(keys, now, over)
     return { 'ENDED', over }
   end
+  local waits = job[1] == 'queued' and args[4] ~= '1'
+  local pause = math.min(tonumber(waits and args[3] or args[2]), tonumber(job[3]) - now)
+  redis.call('ZADD', live, int(now + pause), id)
+  if waits or args[5] == '0' then return 0 end
   if job[1] == 'running' and job[11] and strike(record) then
     end_poisoned(keys, now)
     return { 'ENDED', 'failed' }
   end
-  local pause = math.min(tonumber(job[1] == 'queued' and args[3] or args[2]), tonumber(job[3]) - now)
-  redis.call('ZADD', live, int(now + pause), id)
-  if job[1] == 'queued' and args[4] ~= '1' then return 0 end
   local gen = tonumber(job[2]) + 1
-  if job[1] == 'running' then
-    redis.call('HSET', record, 'state', 'queued')
-    redis.call('HDEL', record, 'owner', 'lease', 'began')
-  end
-  redis.call('HSET', record, 'gen', gen)
+  redis.call('HSET', record, 'state', 'accepted', 'gen', gen)
+  redis.call('HDEL', record, 'owner', 'lease', 'began')
   return { 'PUBLISH', gen, job[5] }
+end
+
+-- KEYS live; ARGV limit. Jobs to be looked at now, by the store's clock, which is the one that their times are of.
+local function due(keys, args)
+  return redis.call('ZRANGEBYSCORE', keys[1], '-inf', int(now_ms()), 'LIMIT', 0, args[1])
 end
 
 -- KEYS usage settled; ARGV job state prompt_tokens completion_tokens keep_ms. 1 if counted now, 0 if it was before.
@@ -456,6 +463,7 @@ redis.register_function('lb1_finish', done)
 redis.register_function('lb1_release', release)
 redis.register_function('lb1_look', look)
 redis.register_function('lb1_cancel', cancel)
+redis.register_function('lb1_due', due)
 redis.register_function('lb1_reconcile', reconcile)
 redis.register_function('lb1_begin', begin)
 redis.register_function('lb1_struck', struck)

@@ -9,6 +9,7 @@ Layout of the origin, one folder a model, made by `lingbot models import`:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ from tokenizers import Tokenizer
 from brokers.errors import ConfigurationError, PromptRejected, UnknownModel
 from brokers.job import Kind
 from brokers.spelling import Spelling
+
+log = logging.getLogger(__name__)
 
 CARD = "lingbot.json"
 _RESCAN_S = 2.0  # how soon an imported or removed model is seen
@@ -88,13 +91,16 @@ class Model:
 
 
 class Registry:
-    """All models of the origin, seen afresh every two seconds. Safe to share between threads."""
+    """All models of the origin, seen afresh every two seconds. Safe to share between threads.
+
+    One that cannot be read, or is of a newer version of Lingbot, is left out and logged: the others are served.
+    """
 
     def __init__(self, models_dir: Path) -> None:
         self._dir = models_dir
         self._lock = threading.Lock()
         self._models: dict[str, Model] = {}
-        self._stamps: dict[str, int] = {}
+        self._stamps: dict[str, int | None] = {}
         self._scanned = 0.0
 
     def all(self) -> list[Model]:
@@ -121,13 +127,29 @@ class Registry:
         with self._lock:
             if time.monotonic() - self._scanned < _RESCAN_S:
                 return
-            stamps = {p.parent.name: p.stat().st_mtime_ns for p in self._dir.glob(f"*/{CARD}")}
-            models = {
-                name: self._models[name] if self._stamps.get(name) == stamp else Model(self._dir / name)
-                for name, stamp in stamps.items()
-            }
+            stamps = {path.parent.name: _stamp(path) for path in self._dir.glob(f"*/{CARD}")}
+            known = {name for name, stamp in stamps.items() if self._stamps.get(name) == stamp}
+            models = {name: self._models[name] for name in known if name in self._models}
+            models |= {name: model for name in stamps.keys() - known if (model := self._read(name))}
             self._models, self._stamps = models, stamps
             self._scanned = time.monotonic()
+
+    def _read(self, name: str) -> Model | None:
+        try:
+            return Model(self._dir / name)
+        except ConfigurationError as error:
+            log.error("model %s is left out: %s", name, error.message)
+        except Exception as error:  # noqa: BLE001 (tokenizers and templates raise what they like)
+            log.error("model %s is left out: %s: %s", name, type(error).__name__, error)
+        return None
+
+
+def _stamp(path: Path) -> int | None:
+    """None of a file that is being removed, or that a dangling link names."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def read_card(folder: Path) -> Card:

@@ -149,14 +149,16 @@ class Multiplexer:
         for tail in self._tails:
             if not tail.behind and not tail.ended:
                 asked.setdefault(tail.stream, []).append(tail)
-        for stream, found in (await self._xread(asked)).items():
+        # Who has just come is told at once when the stream is gone, not after a block.
+        block_ms = 1 if _quiet(asked, time.monotonic()) else _BLOCK_MS
+        for stream, found in (await self._xread(asked, block_ms)).items():
             _deliver(asked[stream], found)
         await self._check_quiet(asked)
 
-    async def _xread(self, asked: dict[str, list[Tail]]) -> dict[str, list[entries.Row]]:
+    async def _xread(self, asked: dict[str, list[Tail]], block_ms: int) -> dict[str, list[entries.Row]]:
         # Readers of one stream at different places share a read from the earliest of them.
         from_ids = {key: min((t.last_id for t in tails), key=_order) for key, tails in asked.items()}
-        command = ("XREAD", "COUNT", _ENTRIES_EACH, "BLOCK", _BLOCK_MS, "STREAMS", self._wake_key, *from_ids)
+        command = ("XREAD", "COUNT", _ENTRIES_EACH, "BLOCK", block_ms, "STREAMS", self._wake_key, *from_ids)
         (reply,) = await self._ask([(*command, self._wake_id, *from_ids.values())])
         found = {key.decode(): entries.rows(raw) for key, raw in (reply or {}).items()}
         if woken := found.pop(self._wake_key, None):
@@ -175,8 +177,7 @@ class Multiplexer:
     async def _check_quiet(self, asked: dict[str, list[Tail]]) -> None:
         """Look whether streams that say nothing are still there, and stand where they stood."""
         now = time.monotonic()
-        quiet = {key: tails for key, tails in asked.items() if max(t.heard_at for t in tails) + _CHECK_S <= now}
-        if not quiet:
+        if not (quiet := _quiet(asked, now)):
             return
         replies = await self._ask([("XREVRANGE", key, "+", "-", "COUNT", 1) for key in quiet])
         missing = []
@@ -209,6 +210,11 @@ class Multiplexer:
             await pipeline.exchange(self._client, commands, timeout_s=self._settings.store_timeout_s)
         except connect.ERRORS as error:
             log.debug("wake: %s", type(error).__name__)
+
+
+def _quiet(asked: dict[str, list[Tail]], now: float) -> dict[str, list[Tail]]:
+    """The streams that a reader has heard nothing of for a while, or not yet."""
+    return {key: tails for key, tails in asked.items() if min(t.heard_at for t in tails) + _CHECK_S <= now}
 
 
 def _deliver(tails: list[Tail], found: list[entries.Row]) -> None:

@@ -43,6 +43,7 @@ class Reconciler:
         self._leads = False
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._depths: dict[str, asyncio.Task[dict[str, int]]] = {}  # by place, of the sweep in hand
+        self._patient_until: dict[str, float] = {}  # by partition (monotonic)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sweep until asked to stop. Outages are waited out."""
@@ -50,8 +51,7 @@ class Reconciler:
         telling = asyncio.create_task(self._webhooks.run(lambda: self._leads))
         while not stop.is_set():
             try:
-                self._leads = await self._lead()
-                if self._leads:
+                if await self._lead():
                     await self.sweep()
             except LingbotError as error:
                 log.warning("sweep: %s", error.message)
@@ -59,20 +59,27 @@ class Reconciler:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
         await self._step_down()
-        await self._publisher.close()
-        await self._store.close()
+        await self.close()
 
     async def open(self) -> None:
         await self._store.open()
         await self._publisher.open()
 
+    async def close(self) -> None:
+        await self._publisher.close()
+        await self._store.close()
+
     async def sweep(self) -> int:
-        """Look at every job that is due once; how many were published again, ended or settled."""
+        """Look at every job that is due once; how many were published again, ended or settled. Raises StoreUnavailable
+        and BrokerUnavailable; what can be done first is done first."""
         partitions = range(self._settings.partitions)
         due = await asyncio.gather(*(self._due(names.partition_at(index)) for index in partitions))
-        jobs = [job_id for page in due for job_id in page]
+        jobs = [job_id for page in due for job_id in page or ()]
         self._depths.clear()
-        return sum(await asyncio.gather(*map(self._try, jobs)))
+        done = sum(await asyncio.gather(*map(self._try, jobs)))
+        if None in due:
+            raise StoreUnavailable
+        return done
 
     async def _try(self, job_id: str) -> bool:
         """One job's trouble is its own; an outage ends the sweep."""
@@ -94,12 +101,22 @@ class Reconciler:
                 log.warning("waiting to start: %s", error.message)
                 await _pause(stop, 1.0)
 
-    async def _due(self, part: str) -> list[str]:
+    async def _due(self, part: str) -> list[str] | None:
+        """None while the partition's server is away."""
         key = names.live(self._settings.region, part)
-        now_ms = int(time.time() * 1000)
-        command = ("ZRANGEBYSCORE", key, "-inf", now_ms, "LIMIT", 0, _DUE_AT_ONCE)
-        found: list[str] = await self._store.call(calls.Call(command, lambda reply: [job.decode() for job in reply]))
-        return found
+        now = time.monotonic()
+        try:
+            found: list[str] = await self._store.call(calls.due(key, _DUE_AT_ONCE))
+        except StoreUnavailable:
+            self._be_patient(part)
+            return None
+        return found if self._patient_until.get(part, 0.0) <= now else []
+
+    def _be_patient(self, *parts: str) -> None:
+        """When a store is back, owners have the time of a lease to say that they live: they could not before, and are
+        not to be taken for dead."""
+        until = time.monotonic() + self._settings.lease_ms / 1000
+        self._patient_until |= dict.fromkeys(parts, until)
 
     async def _reconcile(self, job_id: str) -> bool:
         job = await self._store.get(job_id)
@@ -108,7 +125,8 @@ class Reconciler:
             return False
         keys = calls.keys(job, self._settings.partitions)
         assume_lost = job.state is State.QUEUED and await self._no_message(job)
-        call = calls.reconcile(job_id, keys, self._settings, assume_lost=assume_lost)
+        can_publish = self._publisher.connected
+        call = calls.reconcile(job_id, keys, self._settings, assume_lost=assume_lost, can_publish=can_publish)
         verdict = await self._store.call(call)
         match verdict:
             case calls.Publish():
@@ -155,6 +173,14 @@ class Reconciler:
     # --- leading ----------------------------------------------------------------------------------------------
 
     async def _lead(self) -> bool:
+        try:
+            self._leads = await self._take_lead()
+        except StoreUnavailable:
+            self._be_patient(*map(names.partition_at, range(self._settings.partitions)))
+            raise
+        return self._leads
+
+    async def _take_lead(self) -> bool:
         key = names.leader(self._settings.region)
         taken = await self._store.call(calls.Call(("SET", key, self._token, "NX", "PX", _LEASE_MS), bool))
         if taken:

@@ -8,6 +8,7 @@ Lanes are queues because quorum queues ignore message priorities. The same argum
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,8 +29,6 @@ poison, which is counted by claims; 4.x would default to 20, and -1 dead-letters
 
 
 _HELD_S = 8 * 3600
-"""x-consumer-timeout at least, where the broker knows it (from 3.12; before, consumer_timeout in its configuration).
-A worker that holds a message longer would lose its channel, on 4.3 for good."""
 
 
 class QueueSpec(NamedTuple):
@@ -41,6 +40,13 @@ class QueueSpec(NamedTuple):
     arguments: dict[str, Any]
 
 
+def held_s(settings: Settings) -> int:
+    """How long a worker may hold a message: longer than any job lives. One that holds it longer than the broker's
+    timeout loses its channel, on RabbitMQ 4.3 for good. Before 3.12 a broker does not know that timeout of a queue;
+    then it has to stand in its configuration."""
+    return max(_HELD_S, settings.max_expires_s + 3600)
+
+
 def lane_queue(settings: Settings, region: str, model: str, lane: Lane) -> QueueSpec:
     arguments = {
         "x-queue-type": "quorum",
@@ -48,7 +54,7 @@ def lane_queue(settings: Settings, region: str, model: str, lane: Lane) -> Queue
         "x-max-length": settings.queue_max_length,
         "x-overflow": "reject-publish",
         "x-dead-letter-exchange": names.DEAD_EXCHANGE,
-        "x-consumer-timeout": 1000 * max(_HELD_S, settings.max_expires_s + 3600),
+        "x-consumer-timeout": 1000 * held_s(settings),
     }
     return QueueSpec(names.queue(region, model, lane), names.EXCHANGE, names.routing_key(model, lane), arguments)
 
@@ -81,7 +87,7 @@ def declare(settings: Settings, models: Iterable[str], region: str | None = None
         channel.exchange_declare(names.DEAD_EXCHANGE, "fanout", durable=True)
         for queue in queues(settings, region, models):
             if fault := _declare_queue(channel, queue):
-                raise ConfigurationError(fault, hint=_repair(queue))
+                raise ConfigurationError(fault, hint=_repair(queue.name))
 
 
 def check(settings: Settings, models: Iterable[str], region: str | None = None) -> list[str]:
@@ -102,14 +108,25 @@ def _declare_queue(channel: BlockingChannel, queue: QueueSpec) -> str | None:
         channel.queue_declare(queue.name, durable=True, arguments=queue.arguments)
         channel.queue_bind(queue.name, queue.exchange, queue.routing_key)
     except ChannelClosedByBroker as closed:
-        # 406 says both values: inequivalent arg 'x' for queue 'q': received '1' but current is '2'
-        return f"queue {queue.name} exists with other arguments: {closed.reply_text}."
+        return _fault_of(queue.name, closed.reply_text)
     return None
 
 
-def _repair(queue: QueueSpec) -> str:
+def refused(reply: str) -> ConfigurationError:
+    """What a 406 to the declaration of a queue means; `reply` is the broker's text."""
+    named = re.search(r"queue '(.+?)'", reply)
+    name = named[1] if named else "(see the broker's log)"
+    return ConfigurationError(_fault_of(name, reply), hint=_repair(name))
+
+
+def _fault_of(name: str, reply: str) -> str:
+    # The broker says both values: inequivalent arg 'x' for queue 'q': received '1' but current is '2'
+    return f"queue {name} exists with other arguments: {reply}."
+
+
+def _repair(name: str) -> str:
     return (
-        f"Restore the setting, or let the queue run empty, then `rabbitmqctl delete_queue {queue.name}` (in its vhost) "
+        f"Restore the setting, or let the queue run empty, then `rabbitmqctl delete_queue {name}` (in its vhost) "
         "and `lingbot declare`."
     )
 

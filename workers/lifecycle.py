@@ -17,8 +17,8 @@ from typing import Any
 from celery import bootsteps
 from celery.worker import state
 
-from brokers import names
-from brokers.errors import LingbotError
+from brokers import names, topology
+from brokers.errors import BrokerUnavailable, LingbotError
 from brokers.job import Lane
 from brokers.models import Registry
 from brokers.settings import Settings, load
@@ -57,7 +57,9 @@ class EngineStep(bootsteps.StartStopStep):
         # A thread for each message that may be here: several models' messages must not wait for each other.
         prefetched = sum(settings.prefetch(lane) for lane in map(names.lane_of, consumed) if lane)
         worker.pool.grow(max(0, prefetched - worker.pool.limit))
-        self._runtime = runtime.Runtime(settings, worker.hostname, served_models(settings, consumed), self._on_service)
+        models = served_models(settings, consumed)
+        _declare(settings, models)
+        self._runtime = runtime.Runtime(settings, worker.hostname, models, self._on_service)
         self._runtime.start()
         runtime.install(self._runtime)
         self._heartbeat = Heartbeat(self._runtime, os.getpid())
@@ -110,6 +112,14 @@ class EngineStep(bootsteps.StartStopStep):
         _until_idle(_LEAVE_S)
         running.later.flush()
         state.should_stop = 0
+
+
+def _declare(settings: Settings, models: list[str]) -> None:
+    """Before engines load, which takes long. Raises ConfigurationError when a queue exists with other arguments."""
+    try:
+        topology.declare(settings, models)
+    except BrokerUnavailable as error:  # the consumer waits for it, and declares its queues then
+        log.warning("the queues are not checked: %s", error.message)
 
 
 def served_models(settings: Settings, queues: set[str]) -> list[str]:

@@ -202,7 +202,7 @@ class Runner:
         if isinstance(stream.lost, calls.Fenced):
             return "fenced"
         # Handed back while this thread waited for somebody else's run; or the store lost the record of a job that
-        # runs, which the next delivery of its message rebuilds.
+        # runs, or its claim, and the next delivery of its message takes it up again.
         if stream.outcome is None or stream.lost is not None:
             raise HandedBackError
         if stream.outcome.state is State.FAILED:

@@ -47,8 +47,8 @@ listeners.tcp.1 = 127.0.0.1:{amqp}
 management.tcp.ip = 127.0.0.1
 management.tcp.port = {management}
 load_definitions = {definitions}
-# An unacknowledged message is a job that runs. The longest may run 6 h; the broker's own limit, 30 min, would close
-# the channel of a healthy worker.
+# An unacknowledged message is a job that runs, for hours maybe; the broker's own limit, 30 min, would close the
+# channel of a healthy worker.
 consumer_timeout = {consumer_timeout_ms}
 # The default, 50 MB, stops nobody in time; more would refuse to work on a laptop.
 disk_free_limit.absolute = 256MB
@@ -81,7 +81,7 @@ class RabbitMQ(Server):
         self.management_port = book.take("management")
         self._distribution_port = book.take("distribution")
         self._epmd_port = book.take("epmd")
-        self._consumer_timeout_ms = int(consumer_timeout_s * 1000)
+        self.consumer_timeout_s = consumer_timeout_s  # takes effect at the next launch
         self.password = secret.kept(self.folder / "password")
         log = log or self.folder / "log"
         environment = self._environment()
@@ -170,7 +170,7 @@ class RabbitMQ(Server):
             amqp=self.port,
             management=self.management_port,
             definitions=definitions,
-            consumer_timeout_ms=self._consumer_timeout_ms,
+            consumer_timeout_ms=int(self.consumer_timeout_s * 1000),
         )
         secret.kept(self.folder / "home" / ".erlang.cookie", lambda: secrets.token_hex(20))
         secret.write_private(self.folder / "rabbitmq.conf", config)

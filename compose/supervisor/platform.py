@@ -47,6 +47,7 @@ class Platform:
         cards = [model.card for model in Registry(folder.models).all()]
         self.models = [card.name for card in cards]
         self.text_models = [card.name for card in cards if card.kind is Kind.TEXT]
+        self.rabbitmq.consumer_timeout_s = max(topology.held_s(own) for own in self.settings.values())
         if not self.models:
             raise ConfigurationError(
                 f"there is no model in {folder.models}",

@@ -125,6 +125,22 @@ def test_a_killed_worker_costs_seconds_and_no_text(platform: Platform) -> None:
         assert finish(http, job_id) == reference
 
 
+def test_a_cancel_while_every_worker_is_dead_holds(platform: Platform) -> None:
+    """Celery keeps revokes in its workers' memory. One job ran when they died, the other had not begun."""
+    with client(platform) as http:
+        running = submit(http, platform, "revoked while away !slow@5", 2000)
+        wait_for(http, running, "running")
+        platform.kill("worker")
+        waiting = submit(http, platform, "revoked while away !slow@5", 2000)
+        for job_id in (running, waiting):
+            assert http.post(f"/v1/jobs/{job_id}/cancel").is_success
+        platform.restart("worker")
+        later = submit(http, platform, "after them", 5)
+        wait_for(http, later, "succeeded")
+        ended = [wait_for(http, job_id, "cancelled") for job_id in (running, waiting)]
+    assert [job["attempt"] for job in ended] == [1, 0]
+
+
 def test_the_logs_are_json_lines_without_a_trace_of_a_hand_back(platform: Platform) -> None:
     worker = platform.processes["worker"]
     with client(platform) as http:

@@ -282,6 +282,18 @@ def test_a_frozen_broker_is_told_within_the_time_owed_and_the_job_never_runs(
     assert not [job for job in http.get("/v1/jobs").json()["data"] if job["metadata"].get("to")]
 
 
+def test_a_running_stream_goes_on_while_the_broker_is_away(
+    platform: Platform, http: httpx.Client, rabbitmq: RabbitMQ
+) -> None:
+    job = _submit(http, platform, _LONG, max_tokens=400)
+    _until(http, job, {"running"})
+    with _frozen(rabbitmq):
+        assert http.post("/v1/jobs", json={"model": platform.model, "prompt": "x"}).status_code == 503
+        events = http.get(job["urls"]["events"]).text  # all of it, to its end
+    _until_ready(http)
+    assert '"status":"succeeded"' in events.rpartition("event: end")[2]
+
+
 def test_an_error_on_the_openai_routes_is_theirs_when_a_part_is_away(
     platform: Platform, http: httpx.Client, rabbitmq: RabbitMQ
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_shutdown_ends_open_streams_at_once_and_they_resume(platform: Platform
         seen += list(events)
         assert time.monotonic() - asked < 2
         assert seen[-1].event != "end"
+        _until(lambda: not api.alive, timeout_s=4)
         platform.restart("api")
         last = next(event.id for event in reversed(seen) if event.id)
         seen += list(_events(http, job, headers={"Last-Event-ID": last}))
@@ -223,6 +224,17 @@ def test_a_shutdown_ends_open_streams_at_once_and_they_resume(platform: Platform
         whole = http.get(job["urls"]["self"]).json()["result"]["text"]
         assert whole.endswith(text)
         assert first["pos"] <= 8
+
+
+def test_a_shutdown_does_not_wait_for_a_stream_that_says_nothing(platform: Platform, http: httpx.Client) -> None:
+    job = _submit(http, platform, max_tokens=4, delay=60)
+    api = platform.processes["api"]
+    with connect_sse(http, "GET", job["urls"]["events"]) as source:
+        reading = source.response.iter_raw()  # collected, it would close the connection
+        next(reading)
+        api.ask_to_stop()
+        _until(lambda: not api.alive, timeout_s=4)
+    platform.restart("api")
 
 
 def test_events_are_json_on_one_line(platform: Platform, http: httpx.Client) -> None:

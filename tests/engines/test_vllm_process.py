@@ -57,7 +57,10 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_tokens_come_back_with_their_text_and_an_idle_engine_rests(host: EngineHost, listener: Listener) -> None:
     assert host.capabilities is not None
-    assert (host.capabilities.engine, host.capabilities.lacks) == ("vllm", ("pause", "keyed_sampling", "exact", "json_schema"))
+    assert (host.capabilities.engine, host.capabilities.lacks) == (
+        "vllm",
+        ("pause", "keyed_sampling", "exact", "json_schema"),
+    )
     host.submit(ask("a", sampling=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
     assert listener.wait_end("a").finish == "length"
     assert len(listener.record.tokens["a"]) == 40

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from pika import BasicProperties
 
+from brokers import names, topology
 from brokers.job import Job, Kind, Lane, Sampling, State, TextSpec, new_job_id
 from brokers.models import Model, Registry
 from brokers.publisher import Publisher
@@ -56,6 +58,27 @@ def test_rabbitmq_killed_under_load(rig: Rig, tell: Tell, times: int) -> None:
     assert max(recovered) <= 10.0
 
 
+@sizes(short=1, long=10)
+def test_rabbitmq_and_a_worker_killed_at_once(rig: Rig, tell: Tell, times: int) -> None:
+    """The worker's jobs are found while nothing can be published, and their queue is never seen empty."""
+    recovered = []
+    with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS) as load:
+        for n in range(times):
+            load.wait_flowing(_CLIENTS, timeout_s=30)
+            victim = rig.workers[n % 2]
+            rig.kill(victim)
+            opened = _bounce(rig.servers.rabbitmq, rig.settings.lease_ms / 1000 + 2.0)
+            rig.spawn(victim)
+            load.wait_flowing(_CLIENTS, timeout_s=30)
+            recovered.append(time.monotonic() - opened)
+        verdict = checker.check(load.stop().readings)
+    tell(
+        f"RabbitMQ and a worker killed at once, RabbitMQ back after the worker's leases ran out, {times} times",
+        f"{verdict.jobs} jobs, {verdict.taken_over} takeovers, 0 lost; all {_CLIENTS} streams flowed again at most "
+        f"{max(recovered):.1f} s after the port opened",
+    )
+
+
 @sizes(short=1, long=20)
 def test_a_message_delivered_again_to_its_worker_is_adopted(rig: Rig, tell: Tell, times: int) -> None:
     chance = random.Random(times)
@@ -97,6 +120,58 @@ def test_a_worker_that_drains_keeps_its_connection(rig: Rig, tell: Tell) -> None
     )
     assert drained_s > 25
     assert (verdict.taken_over, verdict.attempts) == (0, 1)
+
+
+@pytest.mark.faults
+def test_a_worker_that_drains_takes_nothing_when_its_connection_comes_back(rig: Rig, tell: Tell) -> None:
+    chance = random.Random("drain")
+    running, waiting = ([rig.work(chance, tokens=(1600, 1601))] for _ in range(2))
+    with rig.checked() as (api_key, checker), rig.alone("w1"), rig.load_of(api_key, running) as load:
+        load.wait_flowing(1, timeout_s=30)
+        before = rig.log("w1").count(" received")
+        rig.processes["w1"].ask_to_stop()
+        rig.servers.rabbitmq.ctl("close_all_connections", "a fault")
+        with rig.load_of(api_key, waiting) as other:
+            journal = load.finish(timeout_s=60)
+            assert until(lambda: not rig.processes["w1"].alive)
+            taken = rig.log("w1").count(" received") - before
+            rig.spawn("w1")
+            verdict = checker.check(journal.readings + other.finish(timeout_s=60).readings)
+    tell(
+        "the connection of a worker that drains is lost, and a job waits meanwhile",
+        f"it took {taken} messages; {verdict.jobs} jobs, {verdict.attempts} attempt each",
+    )
+    assert (taken, verdict.attempts) == (0, 1)
+
+
+_NO_JOBS: list[tuple[bytes, dict[str, object] | None]] = [
+    (b"", None),
+    (b"{not json", {"task": "lingbot.text.v1", "id": "x"}),
+    (b"[]", {"task": "lingbot.text.v1", "id": "x"}),  # Celery cannot take it apart, and would end
+    (b"[[], [], {}]", {"task": "lingbot.text.v1", "id": "x"}),
+    (b'[[], {"created_ms": "x"}, {}]', {"task": "lingbot.text.v1", "id": "x"}),
+    (b"[[], {}, {}]", {"task": "lingbot.text.v1", "id": "x", "eta": "2026-01-01T00:00:00"}),
+    (b"[[], {}, {}]", {"task": "os.system", "id": "x"}),
+]
+
+
+def test_messages_that_are_no_jobs(rig: Rig, tell: Tell) -> None:
+    dead = names.dead_queue(REGION)
+    with rig.checked() as (api_key, checker), topology.connection(rig.settings, REGION) as connection:
+        channel = connection.channel()
+        key = names.routing_key(rig.model, Lane.STANDARD)
+        for body, headers in _NO_JOBS * 3:
+            properties = BasicProperties("application/json", "utf-8", headers, delivery_mode=2)
+            channel.basic_publish(names.EXCHANGE, key, body, properties)
+        works = [rig.work(random.Random(n), tokens=(40, 80)) for n in range(_CLIENTS)]
+        verdict = checker.check(rig.load_of(api_key, works).start().finish().readings)
+        found = channel.queue_purge(dead).method.message_count
+    tell(
+        f"{found} messages that are no job's, by hand, in a lane's queue",
+        f"all in the dead-letter queue; the workers live, {verdict.jobs} jobs beside them, {verdict.attempts} attempt",
+    )
+    assert found == len(_NO_JOBS) * 3
+    assert all(rig.processes[worker].alive for worker in rig.workers)
 
 
 @pytest.mark.parametrize("alarm", ["memory", pytest.param("disk", marks=pytest.mark.faults)])

@@ -108,8 +108,9 @@ class JobMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.state)
     @rule()
     def withdraw(self) -> None:
-        assert self._call(calls.withdraw(self.job, self.keys)) == (self.state == "accepted")
-        if self.state == "accepted":
+        never_ran = self.state == "accepted" and not self.attempt
+        assert self._call(calls.withdraw(self.job, self.keys)) == never_ran
+        if never_ran:
             self.state = "withdrawn"
 
     @rule(really=_rarely)
@@ -285,8 +286,7 @@ class JobMachine(RuleBasedStateMachine):
             case calls.Publish(gen, sealed):
                 assert wanted == "publish"
                 assert (gen, sealed) == (self.gen + 1, b"sealed")
-                if self.state == "running":
-                    self.state, self.owner, self.lease, self.began = "queued", None, False, False
+                self.state, self.owner, self.lease, self.began = "accepted", None, False, False
                 self.gen = gen
                 self.published.append(gen)
             case calls.Ended(state):
@@ -382,7 +382,7 @@ class JobMachine(RuleBasedStateMachine):
         elif self._owns(token):
             assert answer == calls.Accepted(cancel=self.cancel_asked)
         else:
-            assert isinstance(answer, calls.Fenced)
+            assert isinstance(answer, calls.Unowned if self.state in {"accepted", "queued"} else calls.Fenced)
 
     def _strike(self) -> bool:
         progressed = self.pos > self.struck_at

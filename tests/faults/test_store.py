@@ -49,6 +49,25 @@ def test_redis_killed_under_load(rig: Rig, tell: Tell, times: int) -> None:
     assert max(recovered) <= 10.0
 
 
+@sizes(short=1, long=5)
+def test_owners_keep_their_jobs_when_redis_is_away_longer_than_a_lease(rig: Rig, tell: Tell, times: int) -> None:
+    """Nobody could renew a lease meanwhile: a worker that lives is not to be taken for dead, and no strike counted."""
+    lease_s = rig.settings.lease_ms / 1000
+    works = [rig.work(random.Random(n), tokens=(1600 * times, 1600 * times + 80)) for n in range(_CLIENTS)]
+    with rig.checked() as (api_key, checker), rig.load_of(api_key, works) as load:
+        for _ in range(times):
+            load.wait_flowing(_CLIENTS, timeout_s=30)
+            rig.servers.valkey.kill()
+            time.sleep(lease_s + 1.5)
+            rig.servers.valkey.start()
+        verdict = checker.check(load.finish(120).readings)
+    tell(
+        f"Redis away for {lease_s + 1.5:.1f} s, {times} times, with leases of {lease_s:.0f} s",
+        f"{verdict.jobs} jobs, {verdict.taken_over} takeovers, {verdict.attempts} attempt each",
+    )
+    assert (verdict.taken_over, verdict.attempts) == (0, 1)
+
+
 @pytest.mark.faults
 def test_a_worker_that_is_stopped_while_redis_is_away_ends(rig: Rig, tell: Tell) -> None:
     with rig.checked() as (api_key, checker), rig.load(api_key, _CLIENTS) as load:

@@ -17,7 +17,8 @@ from redis.crc import key_slot
 
 from brokers import calls, connect, names
 from brokers.errors import ConfigurationError, StoreUnavailable
-from brokers.job import Job
+from brokers.job import Job, State
+from brokers.reconciler import Reconciler
 from brokers.settings import Settings
 from brokers.store import Store
 from compose import config
@@ -190,6 +191,31 @@ async def test_a_server_that_dies_takes_its_own_jobs_only_and_not_for_long(
         assert cluster.serving(slot_of(jobs[victim], clustered)) is not victim
     victim.kill()
     victim.start()
+    cluster.wait_until("the Cluster is whole", cluster._whole)
+
+
+async def test_the_reconciler_finds_what_the_other_servers_have_while_one_is_away(
+    store: Store, cluster: ValkeyCluster, clustered: Settings
+) -> None:
+    jobs = await one_job_on_each(store, cluster, clustered)
+    victim, *others = jobs
+    sleeping = clustered.model_copy(update={"store_timeout_s": 0.4})
+    reconciler = Reconciler(sleeping)
+    await reconciler.open()
+    with connect.blocking(clustered, clustered.region, timeout_s=5) as client:
+        for job in jobs.values():
+            keys = calls.keys(job, clustered.partitions)
+            connect.send(client, calls.Call(("HSET", keys.record, "cancel", 1), bool))
+            connect.send(client, calls.Call(("ZADD", keys.live, 1, job.id), bool))
+    os.killpg(victim.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreUnavailable):
+            await reconciler.sweep()
+        found = [await store.get(jobs[node].id) for node in others]
+        assert [job and job.state for job in found] == [State.CANCELLED] * len(others)
+    finally:
+        os.killpg(victim.process.pid, signal.SIGCONT)
+        await reconciler.close()
     cluster.wait_until("the Cluster is whole", cluster._whole)
 
 

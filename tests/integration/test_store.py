@@ -195,7 +195,7 @@ def test_a_released_job_is_claimed_at_once_and_goes_on(writer: Writer) -> None:
     writer.claim()
     writer.append(0, "ab")
     assert writer.release() == calls.Accepted()
-    assert writer.append(2, "c") == calls.Fenced()
+    assert isinstance(writer.append(2, "c"), calls.Unowned)
     assert writer.claim(token="two") == calls.Claimed(2, 2, b"sealed")
 
 
@@ -225,6 +225,17 @@ def test_record_and_stream_expire_after_the_end(writer: Writer, settings: Settin
     writer.finish(0)
     left_ms = [writer._call(calls.Call(("PTTL", key), int)) for key in (writer.keys.record, writer.keys.stream)]
     assert all(0 < left <= settings.retention_s * 1000 for left in left_ms)
+
+
+async def test_what_is_due_is_due_by_the_stores_clock(
+    store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reconciler whose own clock is an hour behind finds it all the same."""
+    writer.claim(lease_ms=1)
+    time.sleep(0.01)
+    behind = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: behind)
+    assert writer.job.id in await store.call(calls.due(writer.keys.live, 1000))
 
 
 async def test_jobs_are_listed_newest_first_and_by_tenant(store: Store, settings: Settings) -> None:

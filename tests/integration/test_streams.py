@@ -78,6 +78,15 @@ async def collect(reader: ChunkReader, job: Job, after: int = 0) -> list[Entry]:
         return [entry async for entry in reader.tail(job, after)]
 
 
+async def rest(tail: AsyncIterator[Entry]) -> list[Entry]:
+    async with asyncio.timeout(10):
+        return [entry async for entry in tail]
+
+
+def connections(writing: Writing) -> int:
+    return int(connect.one_server(writing.writer.client).info("clients")["connected_clients"])
+
+
 def send(writing: Writing, *command: str) -> None:
     connect.send(writing.writer.client, calls.Call(command, bool))
 
@@ -125,8 +134,13 @@ async def test_many_readers_share_one_connection(
     store: Store, reader: ChunkReader, writing: Writing, settings: Settings
 ) -> None:
     jobs = [await queued(store, settings) for _ in range(100)]
-    readings = [asyncio.create_task(collect(reader, job)) for job in jobs for _ in range(3)]
     streams = [writing.own(job) for job in jobs]
+    before = connections(writing)
+    tails = [reader.tail(job) for job in jobs for _ in range(3)]
+    async with asyncio.timeout(10):
+        await asyncio.gather(*map(anext, tails))  # each has read something
+    assert connections(writing) <= before + 5  # of 300 readers: one that blocks, and some that wake it
+    readings = [asyncio.create_task(rest(tail)) for tail in tails]
     for n in range(5):
         for stream in streams:
             writing.push(stream, str(n) * 8, DONE if n == 4 else None)

@@ -269,4 +269,6 @@ def test_a_worker_that_grew_too_large_drains_and_ends(state: Path, settings: Set
         assert time.monotonic() < deadline, large.tail(30)
         time.sleep(0.1)
     assert large.exit_code == 0, large.tail(30)
-    assert "more than max_rss_mb = 20" in large.log.read_text()
+    log = large.log.read_text()
+    assert "more than max_rss_mb = 20" in log
+    assert "draining: no new jobs" in log  # as at SIGTERM, so its jobs end or are handed over

@@ -94,6 +94,9 @@ def test_an_address_of_the_internet_is_public(text: str) -> None:
         "https://[::1/",
         "https://[fe80::1%25eth0]/",
         "https://-example.com/",
+        "https://example..com/",
+        "https://" + "x" * 64 + ".com/",
+        "https://" + ".".join(["x" * 60] * 5) + "/",
         "https://example.com/" + "x" * 2048,
         "https://exämple.com/",
     ],
@@ -156,6 +159,14 @@ async def test_a_name_with_one_private_address_among_public_ones_is_refused(monk
     strict = egress.Egress(timeout_s=1.0)
     with pytest.raises(egress.Refused, match=r"10\.0\.0\.1"):
         await strict.post("https://rebound.example/", [], b"")
+    strict.close()
+
+
+async def test_a_name_that_no_resolver_can_spell_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: "x..y".encode("idna"))
+    strict = egress.Egress(timeout_s=1.0)
+    with pytest.raises(egress.Failed, match="UnicodeError"):
+        await strict.post("https://example.com/", [], b"")
     strict.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,3 +51,34 @@ def test_what_celery_shows_of_a_task_names_the_job_only() -> None:
 def test_a_message_that_is_none_of_ours_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         envelope.unpack({"job": "x"})
+
+
+def test_a_jobs_message_has_no_fault() -> None:
+    properties, body = envelope.encode(envelope.pack(job(), b"sealed"))
+    assert envelope.fault(properties.headers, body) is None
+    assert envelope.fault(properties.headers, body.decode()) is None
+
+
+def test_a_message_of_a_task_unknown_here_is_left_to_celery() -> None:
+    assert envelope.fault({"task": "lingbot.text.v9", "id": "x"}, b"?") is None
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"task": None}, {"task": ["lingbot.text.v1"]}])
+def test_a_message_that_names_no_task_is_no_jobs(headers: dict[str, Any] | None) -> None:
+    _, body = envelope.encode(envelope.pack(job(), b"sealed"))
+    assert envelope.fault(headers, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xff", b"{not json", b"[]", b"{}", b"[[],{},{}]", b"[[],[1],{}]", b'[[],{"created_ms":"x"},{}]'],
+)
+def test_a_body_that_is_none_is_no_jobs(body: bytes) -> None:
+    properties, _ = envelope.encode(envelope.pack(job(), b"sealed"))
+    assert envelope.fault(properties.headers, body)
+
+
+@pytest.mark.parametrize("odd", [{"id": "another"}, {"eta": "2026-01-01T00:00:00"}, {"expires": "soon"}])
+def test_a_message_with_headers_that_no_publisher_writes_is_no_jobs(odd: dict[str, str]) -> None:
+    properties, body = envelope.encode(envelope.pack(job(), b"sealed"))
+    assert envelope.fault(properties.headers | odd, body)
