@@ -102,7 +102,7 @@ async def test_it_says_which_engine_it_has_and_what_that_lacks(client: Client) -
     reports = await status.workers(client.settings, client.store)
     (engine,) = [report["engines"][client.model.card.name] for report in reports if report["name"].startswith("v1.")]
     assert engine["engine"] == "vllm"
-    assert set(engine["lacks"]) == {"pause", "keyed_sampling", "exact"}
+    assert set(engine["lacks"]) == {"pause", "keyed_sampling", "exact", "json_schema"}
     assert engine["stats"]["generated_tokens"] > 0
 
 

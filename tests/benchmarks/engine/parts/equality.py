@@ -56,10 +56,10 @@ def run(bench: Bench) -> str:
     )
 
 
-_INTRODUCTION = f"""Short ones, {_TOKENS} tokens each, greedily. Batched: {_SLOTS} at a time. Interrupted: in
-such batches of each three sequences one is paused and resumed, one is ended and given in again with its tokens, as another
-worker would, and one is left to those of a higher lane, which come in bursts and send others back to the queue; nothing is
-reused of what was computed before.
+_INTRODUCTION = f"""Short ones, {_TOKENS} tokens each, greedily. Batched: {_SLOTS} at a time.
+Interrupted: in such batches of each three sequences one is paused and resumed, one is ended and given in again with its
+tokens, as another worker would, and one is left to those of a higher lane, which come in bursts and send others back to
+the queue; nothing is reused of what was computed before.
 
 """
 

@@ -25,11 +25,12 @@ def run(bench: Bench) -> str:
     return _INTRODUCTION + "".join(_measured(bench, dtype) for dtype in dtypes)
 
 
-_INTRODUCTION = f"""Sequences of 16 to 32 tokens come {_EVERY_S * 1000:.0f} ms apart on average and write {_TOKENS} each. Times are in
-milliseconds, p50 / p99; those to the first token include waiting for a place. `generate` one by one is the usual Celery worker, padded batches are made of what waits; both tell tokens through a streamer. vLLM runs eagerly.
-llama.cpp has the same values in f32 and bf16, and once as they were published (Q4_1: a fraction of the memory traffic,
-so not the same work); its keys and values are f16. At 64, one by one is left out: it is what it is at 16. Memory is the
-sum of the processes' greatest resident sizes, mapped weights included.
+_INTRODUCTION = f"""Sequences of 16 to 32 tokens come {_EVERY_S * 1000:.0f} ms apart on average
+and write {_TOKENS} each. Times are in milliseconds, p50 / p99; those to the first token include waiting for a place.
+`generate` one by one is the usual Celery worker, padded batches are made of what waits; both tell tokens through a
+streamer. vLLM runs eagerly. llama.cpp has the same values in f32 and bf16, and once as they were published (Q4_1: a
+fraction of the memory traffic, so not the same work); its keys and values are f16. At 64, one by one is left out: it is
+what it is at 16. Memory is the sum of the processes' greatest resident sizes, mapped weights included.
 
 """
 
