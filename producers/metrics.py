@@ -54,13 +54,13 @@ class Metrics:
 
     def show_workers(self, reports: list[dict[str, Any]]) -> None:
         """What workers say of themselves, see workers/heartbeat.py. Reused tokens by those and the prefilled ones are
-        the hit rate of prefixes."""
+        the hit rate of prefixes; confirmed by guessed ones is that of guesses."""
         self._workers.clear()
         self._engine_tokens.clear()
         for report in reports:
             self._workers.labels(report["state"]).inc()
             for model, engine in report["engines"].items():
-                for tokens in ("generated", "prefilled", "reused"):
+                for tokens in ("generated", "prefilled", "reused", "guessed", "confirmed"):
                     count = (engine["stats"] or {}).get(f"{tokens}_tokens", 0)
                     self._engine_tokens.labels(model, tokens).inc(count)
 

@@ -82,6 +82,7 @@ class ModelEngine:
             dtype=settings.dtype,
             engine=settings.engine,
             prefix_tokens=settings.prefix_tokens,
+            speculation=settings.speculation,
             exact=settings.exact,
         )
         self._host = EngineHost(folder, options, self._on_outputs, self._on_exit, self._on_begin)

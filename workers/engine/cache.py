@@ -96,9 +96,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
             kept = torch.cat([blocks[block][part] for block in restore.blocks], dim=1)
             store[restore.row, :, restore.start : end] = kept
 
-    def scrub(self, row: int) -> None:
-        self.keys[row].zero_()
-        self.values[row].zero_()
+    def scrub(self, row: int, start: int) -> None:
+        self.keys[row, :, start:].zero_()
+        self.values[row, :, start:].zero_()
 
     def get_seq_length(self) -> int:
         return self._cache.reach
@@ -169,9 +169,10 @@ class SlotCache(Cache):
             keys, values = (torch.empty_like(store[0, :, :BLOCK]) for store in (layer.keys, layer.values))
             blocks[block] = keys, values
 
-    def scrub(self, row: int) -> None:
+    def scrub(self, row: int, start: int = 0) -> None:
+        """Forget what a row holds from position `start` on."""
         for layer in self.slots:
-            layer.scrub(row)
+            layer.scrub(row, start)
 
     def _grown(self, rows: int, length: int) -> tuple[int, int]:
         if rows <= self.shape[0] and length <= self.shape[1]:

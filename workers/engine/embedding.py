@@ -102,6 +102,8 @@ class EmbeddingEngine:
             prefilled_tokens=self._tokens,
             preempted=0,
             reused_tokens=0,
+            guessed_tokens=0,
+            confirmed_tokens=0,
             steps=self._steps,
             last_token_age_s=None if self._last_vector is None else self._clock() - self._last_vector,
         )

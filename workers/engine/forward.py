@@ -1,4 +1,4 @@
-"""A forward: tokens in, logits of one position of each row out. Here the generic one, of Hugging Face's own model code.
+"""A forward: tokens in, logits of some positions out. Here the generic one, of Hugging Face's own model code.
 
 Whatever forward runs, the runner (transformers_engine.py) keeps rows, chunks and the cache.
 """
@@ -23,7 +23,7 @@ class Forward(Protocol):
     exact: bool  # the logits of a row depend on its tokens alone, to the bit
 
     def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] after token `wanted[row]` of each row of `ids` [rows, new].
+        """Logits [wanted, vocabulary] after tokens of `ids` [rows, new]; `wanted` counts these row by row.
 
         The cache is aimed at the place of `ids`, and comes to hold their keys and values.
         """
@@ -47,7 +47,8 @@ class HuggingFaceForward:
 
     def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
         columns = new_columns(cache, ids)
-        kept, which = torch.unique(wanted, return_inverse=True)
+        rows, positions = wanted // ids.shape[1], wanted % ids.shape[1]
+        kept, which = torch.unique(positions, return_inverse=True)
         logits: Tensor = self._model(
             input_ids=ids,
             attention_mask=mask(columns, cache.reach, self._model.dtype),
@@ -56,7 +57,7 @@ class HuggingFaceForward:
             **{self._cache_argument: cache},
             **({"logits_to_keep": kept} if self._keeps_logits else {}),
         ).logits
-        return logits[torch.arange(len(ids), device=ids.device), which if self._keeps_logits else wanted]
+        return logits[rows, which if self._keeps_logits else positions]
 
 
 def new_columns(cache: SlotCache, ids: Tensor) -> Tensor:

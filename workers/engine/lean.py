@@ -34,6 +34,7 @@ _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
 _QUERIES = 160
 """In exact mode at most so many at once. torch's CPU attention takes fewer than 192 by blocks of 32, and within a full
 block, or one of 16, a query has the same bits whoever shares it; more are packed and rounded another way (measured)."""
+_HEADED = 64  # positions whose logits are made at once in exact mode: for so many it was seen to be exact
 _PROBE = 544  # tokens: attention takes keys by 512 (cache.py)
 _PIECES = [(0, 7), (7, 1), (150, 129), (249, 17), (279, 1), (450, 33), (511, 2), (543, 1)]  # starts and lengths
 _ROPES = {"default", "linear", "llama3"}  # those whose angles do not depend on the length so far
@@ -92,8 +93,10 @@ class LeanForward:
 
     def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
         h = self._through(self._layers, embedding(ids, self._embedding), cache)
-        last = h[torch.arange(len(ids), device=ids.device), wanted]
-        return self._head(rms_norm(last, last.shape[-1:], self._norm, self._eps))
+        x = rms_norm(h.flatten(0, 1)[wanted], h.shape[-1:], self._norm, self._eps)
+        if not self.exact:
+            return self._head(x)
+        return torch.cat([self._head(part) for part in torch.split(x, _HEADED)]) if len(x) > _HEADED else self._head(x)
 
     def _through(self, layers: list[_Layer], x: Tensor, cache: SlotCache) -> Tensor:
         """States [rows, new, width] of new tokens, through some layers."""
@@ -146,7 +149,7 @@ class LeanForward:
             for start, length in _PIECES
             for starts in ([start], [start, 0], [start, 2 * _PROBE - length])
         )
-        logits = self._head(whole[:64])
+        logits = self._head(whole[:_HEADED])
         return same and all(torch.equal(self._head(whole[:rows]), logits[:rows]) for rows in (1, 2, 5, 16, 31))
 
     def _probed(self, text: Tensor, cache: SlotCache, starts: list[int], length: int) -> Tensor:

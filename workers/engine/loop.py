@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
 
 from workers.engine import checks
 from workers.engine.fault import Fault
@@ -15,13 +19,14 @@ from workers.engine.preparing import Prepared, Preparing
 from workers.engine.protocol import Capabilities, Output, Request, Stats, TokenLogprobs
 from workers.engine.scheduler import Plan, Scheduler
 from workers.engine.sequence import Sequence
+from workers.engine.speculation import Costs, Speculation
 
 if TYPE_CHECKING:
     from workers.engine.guide import GuideMaker
 
 
 class Drawn(NamedTuple):
-    """A sequence's next token, or why it has none."""
+    """A sequence's next token, or why it has none. Of one step a sequence may have several, in order."""
 
     sequence: Sequence
     token: int | Fault
@@ -33,6 +38,7 @@ class BatchModel(Protocol):
 
     max_context: int
     vocab_size: int
+    costs: Costs | None  # of a step; None where nothing is to be guessed
     exact: bool  # what it draws for a sequence depends on nothing but the sequence
     prefill_chunk: int  # prompt tokens in one step; as many as decoding sequences may be kept waiting for
 
@@ -40,7 +46,8 @@ class BatchModel(Protocol):
         """How many tokens of the KV budget a sequence takes that has so many."""
 
     def run(self, plan: Plan) -> list[Drawn]:
-        """Feed the plan's tokens; a token (or a fault) for each decoding sequence and each completed prompt."""
+        """Feed the plan's tokens; a token (or a fault) for each decoding sequence and each completed prompt, and one
+        more for each token of a draft that is what was drawn there."""
 
 
 class BatchEngine:
@@ -59,17 +66,18 @@ class BatchEngine:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._model = model
-        self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens)
         self._preparing = Preparing(guides)
         self._guided = guides is not None
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
+        guessing = Speculation(model.costs, self._max_context) if model.costs else None
+        self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens, guessing)
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
         self.ready_fd: int | None = self._preparing.ready_fd
         self._prefix_cache, self._name = prefix_tokens > 0, name
-        self._steps = self._generated = self._prefilled = 0
+        self._steps = self._generated = self._prefilled = self._guessed = self._confirmed = 0
         self._last_token: float | None = None
 
     @property
@@ -134,6 +142,8 @@ class BatchEngine:
             prefilled_tokens=self._prefilled,
             preempted=scheduler.preempted,
             reused_tokens=scheduler.reused_tokens,
+            guessed_tokens=self._guessed,
+            confirmed_tokens=self._confirmed,
             steps=self._steps,
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,
         )
@@ -172,49 +182,49 @@ class BatchEngine:
 
     def _postprocess(self, plan: Plan, drawn: list[Drawn]) -> list[Output]:
         outputs, self._ended = self._ended, []
-        outputs += [self._settle(each) for each in drawn]
+        outputs += [self._settle(sequence, list(each)) for sequence, each in groupby(drawn, attrgetter("sequence"))]
         self._steps += bool(plan)
         self._prefilled += sum(chunk.length for chunk in plan.prefill)
+        self._guessed += sum(map(len, plan.drafts))
         if drawn:
-            self._generated += len(drawn)
             self._last_token = self._clock()
         return outputs
 
-    def _settle(self, drawn: Drawn) -> Output:
-        """Append one token to its sequence, and end the sequence where that is due."""
-        sequence, token, logprobs = drawn
+    def _settle(self, sequence: Sequence, drawn: list[Drawn]) -> Output:
+        """Append what was drawn to its sequence, and end the sequence where that is due; nothing counts behind that."""
+        count, end = len(sequence.output), Output(sequence.request.seq)
+        for nth, each in enumerate(drawn):
+            if nth:
+                self._scheduler.accept(sequence)
+            end = self._take(sequence, each.token)
+            if end.finish:
+                self._scheduler.remove(end.seq, healthy=end.finish != "error")
+                break
+        tokens = tuple(sequence.output[count:])
+        self._generated += len(tokens)
+        self._confirmed += max(0, len(tokens) - 1)
+        logprobs = tuple(each.logprobs for each in drawn[: len(tokens)] if each.logprobs)
+        return msgspec.structs.replace(end, tokens=tokens, logprobs=logprobs)
+
+    def _take(self, sequence: Sequence, token: int | Fault) -> Output:
+        """Append a token to its sequence; how that ends with it, if it does."""
+        seq = sequence.request.seq
         if isinstance(token, Fault):
-            return self._fail(sequence, token)
+            return checks.failed(seq, token.code, token.message)
         if self._stops_at(token, sequence):
-            return self._end(sequence, Output(sequence.request.seq, finish="stop"))
-        sequence.output.append(token)
+            return Output(seq, finish="stop")
         try:
-            finish = self._finish(sequence, token)
+            if sequence.guide:
+                sequence.guide.advance(token)
         except Fault as fault:
-            return self._fail(sequence, fault)
-        output = Output(sequence.request.seq, (token,), logprobs=(logprobs,) if logprobs else (), finish=finish)
-        return self._end(sequence, output) if finish else output
+            return checks.failed(seq, fault.code, fault.message)
+        sequence.output.append(token)
+        met = sequence.guide is not None and sequence.guide.finished
+        full = len(sequence.output) >= sequence.request.sampling.max_tokens or sequence.total >= self._max_context
+        return Output(seq, finish="stop" if met else "length" if full else None)
 
     def _stops_at(self, token: int, sequence: Sequence) -> bool:
         sampling = sequence.request.sampling
         if token in self._eos_ids:
             return sequence.guide is not None or not sampling.ignore_eos or token in sampling.stop_token_ids
         return token in sampling.stop_token_ids
-
-    def _finish(self, sequence: Sequence, token: int) -> str | None:
-        """Why a sequence has ended with this token, if it has. Raises Fault."""
-        if sequence.guide:
-            sequence.guide.advance(token)
-            if sequence.guide.finished:
-                return "stop"
-        full = len(sequence.output) >= sequence.request.sampling.max_tokens or sequence.total >= self._max_context
-        return "length" if full else None
-
-    def _fail(self, sequence: Sequence, fault: Fault) -> Output:
-        seq = sequence.request.seq
-        self._scheduler.remove(seq, healthy=False)
-        return checks.failed(seq, fault.code, fault.message)
-
-    def _end(self, sequence: Sequence, output: Output) -> Output:
-        self._scheduler.remove(sequence.request.seq)
-        return output

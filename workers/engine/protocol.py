@@ -114,6 +114,8 @@ class Stats(msgspec.Struct, frozen=True):
     prefilled_tokens: int  # since start
     preempted: int  # since start: sequences that went back to the queue for one of a higher lane
     reused_tokens: int  # since start: those that need not be prefilled, since another sequence began with them
+    guessed_tokens: int  # since start, see speculation.py
+    confirmed_tokens: int  # since start: guessed ones that were right, so that they cost no step of their own
     steps: int  # since start
     last_token_age_s: float | None  # None before the first
     step_age_s: float = 0.0  # how long the step in hand takes, where step() is not what makes it
@@ -149,7 +151,7 @@ class Serving(Protocol[AskT_contra]):
         """Let a paused sequence go on where it was."""
 
     def step(self) -> list[Output]:
-        """Admit what fits, advance every running sequence (by one token, or by one chunk of its prompt).
+        """Admit what fits, advance every running sequence (by a token or more, or by one chunk of its prompt).
         Empty when there is nothing to do; never blocks."""
 
     @property

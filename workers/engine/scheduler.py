@@ -6,7 +6,8 @@ KV cache; rows are kept dense, so that the cache can hand the model a view inste
     rows   [ decoding ... | prefilling ... ]
            0              `decoding`       len(rows)
 
-A decoding sequence lacks the KV of its last token only, and every step feeds that one. A prefilling one is fed in
+A decoding sequence lacks the KV of its last token only, and every step feeds that one, and perhaps a guess of what
+follows (speculation.py). A prefilling one is fed in
 chunks, one chunk (or one group of short prompts) a step, so that a long prompt never stalls its neighbours for
 longer than a chunk takes. What leaves is replaced by the last row, and the plan tells the cache of the move.
 
@@ -22,11 +23,12 @@ from typing import TYPE_CHECKING
 
 from workers.engine.policy import Policy
 from workers.engine.prefix import BLOCK, Copy, PrefixIndex
-from workers.engine.protocol import Request
+from workers.engine.protocol import Request, Tokens
 from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from workers.engine.guide import Guide
+    from workers.engine.speculation import Speculation
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,6 +76,7 @@ class Plan:
     `longest` tokens. `decode[i]` is in row i, `prefill[i]` in row len(decode) + i."""
 
     decode: list[Sequence]
+    drafts: list[Tokens]  # of each that decodes: guessed tokens, to be fed behind its last one and drawn over
     prefill: list[Chunk]
     moves: list[Move | Keep]
     restores: list[Restore]
@@ -93,7 +96,14 @@ class Scheduler:
     large request waits for room, but not for ever.
     """
 
-    def __init__(self, slots: int, kv_tokens: int, prefill_chunk: int, prefix_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        kv_tokens: int,
+        prefill_chunk: int,
+        prefix_tokens: int = 0,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.slots = slots
         self.kv_tokens = kv_tokens
         self._chunk = prefill_chunk
@@ -105,6 +115,7 @@ class Scheduler:
         self._moves: list[Move | Keep] = []
         self._restores: list[Restore] = []
         self._prefixes = PrefixIndex(prefix_tokens)
+        self._speculation = speculation
         self.reused_tokens = 0  # since the start
         self.preempted = 0  # since the start
         self._arrivals = 0
@@ -165,12 +176,14 @@ class Scheduler:
             self._rows.append(sequence)
         decode, prefill = self._rows[: self._decoding], self._prefill_group()
         if not (decode or prefill):  # what is to be moved and kept is still there when something runs again
-            return Plan([], [], [], [], rows=0, longest=0)
+            return Plan([], [], [], [], [], rows=0, longest=0)
         moves, self._moves = self._moves, []
         restores, self._restores = self._restores, []
+        drafts: list[Tokens] = self._speculation.drafts(decode) if self._speculation else [()] * len(decode)
         held = [sequence.cached for sequence in self._rows]
-        fed = [sequence.cached + 1 for sequence in decode] + [c.sequence.cached + c.length for c in prefill]
-        return Plan(decode, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
+        fed = [sequence.cached + 1 + len(draft) for sequence, draft in zip(decode, drafts, strict=True)]
+        fed += [chunk.sequence.cached + chunk.length for chunk in prefill]
+        return Plan(decode, drafts, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
     def advance(self, plan: Plan) -> None:
         """The plan's tokens are in the cache now."""
@@ -183,6 +196,10 @@ class Scheduler:
             chunk.sequence.entered = True
             if complete:
                 self._keep(chunk.sequence, row)
+
+    def accept(self, sequence: Sequence) -> None:
+        """The next token of its draft was right, so that it is in the cache too."""
+        sequence.cached += 1
 
     def _keep(self, sequence: Sequence, row: int) -> None:
         if copies := self._prefixes.keep(sequence.request.tenant, sequence.tokens[: sequence.cached]):

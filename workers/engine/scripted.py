@@ -31,6 +31,7 @@ from workers.engine.loop import Drawn
 from workers.engine.protocol import TokenLogprobs
 from workers.engine.scheduler import Plan
 from workers.engine.sequence import Sequence
+from workers.engine.speculation import Costs
 
 CRASH_CODE = 70
 OOM_S = 0.05  # memory takes a moment to fill up
@@ -83,6 +84,7 @@ class ScriptedModel:
     """Its tokens need no cache, so a plan's moves mean nothing to it."""
 
     prefill_chunk = 256
+    costs: Costs | None = None
     exact = True
 
     def __init__(self, tokenizer: Tokenizer, *, max_context: int, eos_id: int | None, options: Options) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from workers.engine.protocol import Request, Tokens
 
 if TYPE_CHECKING:
     from workers.engine.guide import Guide
+    from workers.engine.speculation import Lookup
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -24,6 +25,7 @@ class Sequence:
     stays: bool = False  # its lane had waited long: it is not sent back to the queue
     entered: bool = False  # some of it was computed in the row that it is in
     guide: Guide | None = None  # what holds it to its schema, behind `output`
+    lookup: Lookup | None = None  # what its guesses come from
 
     @property
     def tokens(self) -> Tokens:
@@ -45,3 +47,7 @@ class Sequence:
             start -= len(prompt)
             return tuple(self.output[start : start + length])
         return self.tokens[start : start + length]
+
+    def ahead(self, tokens: Tokens) -> Sequence:
+        """Itself as it is to be when these have been drawn."""
+        return replace(self, output=[*self.output, *tokens]) if tokens else self

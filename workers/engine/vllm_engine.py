@@ -123,6 +123,8 @@ class VllmEngine:
             generated_tokens=self._generated,
             prefilled_tokens=progress.prefilled,
             reused_tokens=progress.reused,
+            guessed_tokens=0,
+            confirmed_tokens=0,
             preempted=self._preempted,
             steps=progress.steps,
             last_token_age_s=None if self._last_token is None else self._clock() - self._last_token,

@@ -19,7 +19,7 @@ import psutil
 
 from tests.benchmarks.engine.lineup import Bench, Others
 from tests.benchmarks.engine.models import MODEL, Models
-from tests.benchmarks.engine.parts import bare, context, equality, neighbours, overhead, peers, prefix
+from tests.benchmarks.engine.parts import bare, context, equality, neighbours, overhead, peers, prefix, speculation
 from tests.benchmarks.engine.process import ROOT, Bounds, ContenderError
 from tests.benchmarks.engine.report import update
 from tests.benchmarks.engine.workload import Texts
@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[Bench], str]] = {
     "bare": bare.run,
     "context": context.run,
     "prefix": prefix.run,
+    "speculation": speculation.run,
     "neighbours": neighbours.run,
     "overhead": overhead.run,
     "equality": equality.run,

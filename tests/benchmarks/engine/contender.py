@@ -45,6 +45,7 @@ class Entry(NamedTuple):
     environment: str = ".venv"
     exact: bool = False  # only for our own engine
     generic: bool = False  # likewise
+    guessing: bool = False  # likewise
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
@@ -58,6 +59,7 @@ CONTENDERS = {
     "llamacpp-q4": Entry("llama.cpp, Q4_1 weights", "llamacpp"),
     "generic": Entry("Lingbot, generic forward", "ours", generic=True),
     "lean": Entry("Lingbot, lean forward", "ours"),
+    "guessing": Entry("Lingbot, lean forward, guessing ahead", "ours", guessing=True),
     "exact": Entry("Lingbot, lean and exact", "ours", exact=True, dtypes=("float32",)),
 }
 

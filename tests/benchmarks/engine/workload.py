@@ -56,6 +56,11 @@ class Texts:
             story += " ".join(_sentence(chance) for _ in range(1 + tokens // 12))
         return ids[:tokens]
 
+    def repeating(self, tokens: int, number: int) -> Tokens:
+        """Exactly so many tokens of a paragraph of 45 that is said over and over."""
+        paragraph = self.of_length(45, number)
+        return (paragraph * (1 + tokens // len(paragraph)))[:tokens]
+
     def questions(self, count: int) -> list[Tokens]:
         """Short prompts, none of them twice; up to 100."""
         asked = [f"{ask} {thing}" for thing in _THINGS for ask in _ASKS]

@@ -39,6 +39,7 @@ def options(setup: Setup) -> EngineOptions:
         device="cpu",
         dtype=setup.dtype,
         prefix_tokens=setup.prefix_tokens,
+        speculation=CONTENDERS[setup.name].guessing,
         exact=CONTENDERS[setup.name].exact,
     )
 
