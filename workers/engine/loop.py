@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from workers.engine.guide import GuideMaker
 
 
+_GRACE_S = 10.0
+"""How long what was computed of a paused sequence is kept, whatever others compute meanwhile. Long enough for a reader
+who lags; one who stays away longer costs some computing when he is back."""
+
+
 class Drawn(NamedTuple):
     """A sequence's next token, or why it has none. Of one step a sequence may have several, in order."""
 
@@ -73,6 +78,7 @@ class BatchEngine:
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
         guessing = Speculation(model.costs, self._max_context) if model.costs else None
         self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens, guessing)
+        self._grace: dict[str, float] = {}  # until when what is kept of paused sequences is held
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
         self.ready_fd: int | None = self._preparing.ready_fd
@@ -107,6 +113,7 @@ class BatchEngine:
 
     def pause(self, seq: str) -> None:
         self._scheduler.pause(seq)
+        self._grace[seq] = self._clock() + _GRACE_S
         self._preparing.pause(seq, paused=True)
 
     def resume(self, seq: str) -> None:
@@ -115,6 +122,7 @@ class BatchEngine:
 
     def step(self) -> list[Output]:
         self._expire()
+        self._let_go()
         for prepared in self._preparing.take():
             self._begin(prepared)
         plan = self._scheduler.schedule()
@@ -179,6 +187,12 @@ class BatchEngine:
         for request in self._overdue():
             self._remove(request.seq)
             self._ended.append(Output(request.seq, finish="expired"))
+
+    def _let_go(self) -> None:
+        now = self._clock()
+        for seq in [seq for seq, until in self._grace.items() if until <= now]:
+            del self._grace[seq]
+            self._scheduler.let_go(seq)
 
     def _postprocess(self, plan: Plan, drawn: list[Drawn]) -> list[Output]:
         outputs, self._ended = self._ended, []

@@ -153,14 +153,24 @@ class Scheduler:
         sequence = self._all.pop(seq, None)
         if sequence is not None:
             self._vacate(sequence, healthy=healthy)
+            self._release(sequence)
         return sequence is not None
 
     def pause(self, seq: str) -> None:
-        """Free the row; what is not kept of what was cached is computed again after resume()."""
+        """Free the row. What is kept of what was cached is held until it goes on, or until let_go(); the rest is
+        computed again."""
         sequence = self._all.get(seq)
         if sequence is not None and not sequence.paused:
+            cached = sequence.tokens[: sequence.cached]
             self._vacate(sequence)
+            sequence.held += self._prefixes.hold(sequence.request.tenant, cached)
             sequence.paused = True
+
+    def let_go(self, seq: str) -> None:
+        """What is kept of it may give way to others."""
+        sequence = self._all.get(seq)
+        if sequence is not None:
+            self._release(sequence)
 
     def resume(self, seq: str) -> None:
         sequence = self._all.get(seq)
@@ -205,6 +215,10 @@ class Scheduler:
         if copies := self._prefixes.keep(sequence.request.tenant, sequence.tokens[: sequence.cached]):
             self._moves.append(Keep(row, copies))
 
+    def _release(self, sequence: Sequence) -> None:
+        self._prefixes.release(sequence.held)
+        sequence.held.clear()
+
     def _reuse(self, sequence: Sequence, row: int) -> None:
         """Give a sequence that is about to begin what is kept of it; its last token must be fed at least."""
         if sequence.entered:
@@ -215,6 +229,7 @@ class Scheduler:
             self._restores.append(Restore(row, start, blocks[start // BLOCK :]))
             self.reused_tokens += end - start
             sequence.cached = end
+        self._release(sequence)
 
     def _prefill_group(self) -> list[Chunk]:
         # Several short prompts share a forward, padded to the longest of them. Only a chunk that fills the budget

@@ -25,6 +25,7 @@ class Sequence:
     stays: bool = False  # its lane had waited long: it is not sent back to the queue
     entered: bool = False  # some of it was computed in the row that it is in
     guide: Guide | None = None  # what holds it to its schema, behind `output`
+    held: list[bytes] = field(default_factory=list)  # blocks of it that stay kept while it is paused
     lookup: Lookup | None = None  # what its guesses come from
 
     @property

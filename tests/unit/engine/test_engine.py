@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.engine.conftest import EngineFactory
 from tests.unit.engine.driving import Record, ask, drain, prompt, run, step_until
+from workers.engine.prefix import BLOCK
 from workers.engine.protocol import SamplingParams
 
 
@@ -66,3 +69,22 @@ def test_more_than_fits_waits_for_room(make_engine: EngineFactory) -> None:
     assert (engine.stats().running, engine.stats().waiting) == (2, 1)
     record = drain(engine, Record())
     assert {record.finish(seq) for seq in ("a", "b", "c")} == {"length"}
+
+
+@pytest.mark.parametrize(("away_s", "kept"), [(5.0, True), (15.0, False)])
+def test_a_paused_sequence_is_not_computed_again_unless_its_reader_stays_away(
+    make_engine: EngineFactory, away_s: float, kept: bool
+) -> None:
+    now = 1000.0
+    engine, record = make_engine(prefix_tokens=4 * BLOCK, clock=lambda: now), Record()
+    engine.submit(ask("a", "p" * (2 * BLOCK)))
+    step_until(engine, record, "a", 3)
+    engine.pause("a")
+    now += away_s
+    for number in range(3):
+        run(engine, ask(f"other {number}", str(number) * (4 * BLOCK)))
+    before = engine.stats().reused_tokens
+    engine.resume("a")
+    drain(engine, record)
+    assert (engine.stats().reused_tokens - before == 2 * BLOCK) is kept
+    assert record.tokens["a"] == run(make_engine(), ask("a", "p" * (2 * BLOCK))).tokens["a"]

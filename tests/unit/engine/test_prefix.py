@@ -60,3 +60,43 @@ def test_a_block_that_is_found_holds_its_tokens(
             found = index.match(tenant, text[:length])
             ends = [BLOCK * (number + 1) for number in range(len(found))]
             assert [held[block] for block in found] == [(tenant, text[:end]) for end in ends]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["keep", "hold", "release"]), st.sampled_from([*TEXTS, BRANCH]), st.sampled_from("ab")
+        ),
+        max_size=60,
+    ),
+    st.integers(0, 12),
+)
+def test_what_is_held_stays_whatever_is_kept_meanwhile(
+    actions: list[tuple[str, tuple[int, ...], str]], size: int
+) -> None:
+    index, held = PrefixIndex(size * BLOCK), []
+    for action, text, tenant in actions:
+        if action == "keep":
+            index.keep(tenant, text)
+        elif action == "hold":
+            keys = index.hold(tenant, text)
+            held.append((tenant, text, keys))
+        elif held:
+            index.release(held.pop()[2])
+        assert len(index) <= size
+        assert len({key for *_, keys in held for key in keys}) <= size // 2
+        for owner, tokens, keys in held:
+            assert len(index.match(owner, tokens)) >= len(keys)
+
+
+def test_what_is_released_gives_way() -> None:
+    index = PrefixIndex(4 * BLOCK)
+    one, other = tuple(range(2 * BLOCK)), tuple(range(1000, 1000 + 4 * BLOCK))
+    index.keep("a", one)
+    keys = index.hold("a", one)
+    assert len(keys) == 2
+    index.keep("a", other)
+    assert len(index.match("a", one)) == 2
+    index.release(keys)
+    index.keep("a", other)
+    assert index.match("a", one) == []
