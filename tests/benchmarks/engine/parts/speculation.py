@@ -17,7 +17,7 @@ def run(bench: Bench) -> str:
     rows = [row for dtype in dtypes for row in _measured(bench, dtype)]
     head = ["dtype", "prompts", "sequences", "tokens/s with", "without", "ratio", "equal texts"]
     return (
-        f"Greedy, {_TOKENS} tokens each. A repeating prompt says the same paragraph over and over and breaks off in it, "
+        f"Greedy, {_TOKENS} tokens each. A repeating prompt says the same paragraph over and over and breaks off, "
         "as a text that is to be corrected or code that is to be changed would come again; the others are stories. The "
         "engine decides by itself when to guess: where that does not pay the ratio should be 1.\n\n" + table(head, rows)
     )
