@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from brokers.job import Kind
 from brokers.models import Card
 from tests.engines.driving import Driver
-from workers.engine.build import EngineCard, build_guides, build_model, read_card
+from workers.engine.build import EngineCard, build_model, read_card
+from workers.engine.guide import GuideMaker
 from workers.engine.loop import BatchEngine
 from workers.engine.protocol import Engine
 from workers.engine.wire import EngineOptions
@@ -133,5 +134,5 @@ def _batch_maker(folder: Path, card: EngineCard) -> Maker:
         kv_tokens=OPTIONS.kv_tokens,
         prefix_tokens=OPTIONS.prefix_tokens,
         eos_ids=card.eos_token_ids,
-        guides=build_guides(folder, card, model),
+        guides=GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids),
     )
