@@ -33,6 +33,7 @@ _LINGBOT = {
     "bad_prompt": (400, "The prompt cannot be rendered"),
     "job_not_found": (404, "No such job"),
     "dead_letter_not_found": (404, "No such dead letter"),
+    "newer_request": (409, "This version does not know what the job asks for"),
     "stream_gone": (410, "The stream is gone"),
     "stream_gap": (410, "The stream has a gap"),
     "unavailable": (503, "Not available right now"),

@@ -109,7 +109,7 @@ async def _generate(
     model: Model,
     fits: list[prompts.Fit],
 ) -> Response:
-    drawn = await sampling(model, body, new_seed())
+    drawn = await sampling(platform, model, body, new_seed())
     key = once(request, principal, body)
     jobs, replayed = await submit_once(platform, key, _drafts(platform, principal, body, fits, drawn))
     generated = generation.Generation(
