@@ -43,7 +43,7 @@ class Sealer:
         return self._seal(job, _encoder.encode(spec), _message(job))
 
     def open(self, job: Job, sealed: bytes) -> Spec:
-        """The spec inside. Raises UnknownSealKey (a key is missing here: hold the message), SealBroken, NewerRequest."""
+        """Its spec. Raises UnknownSealKey (hold the message: a key is missing here), SealBroken, NewerRequest."""
         plain = self._open(job, sealed, _message(job))
         try:
             return _decoder.decode(plain)

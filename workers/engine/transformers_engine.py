@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.engine.build import EngineCard
 from workers.engine.cache import Place, SlotCache
-from workers.engine.fault import Fault
+from workers.engine.fault import NOT_A_NUMBER, Fault
 from workers.engine.forward import Forward, HuggingFaceForward
 from workers.engine.lean import LeanForward, is_lean
 from workers.engine.logprobs import Logprobs
@@ -27,7 +27,6 @@ from workers.engine.scheduler import Chunk, Plan, Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.wire import EngineOptions
 
-_NOT_A_NUMBER = Fault("numeric_error", "the model's output is not a number for this sequence")
 _PREFILL_CHUNK = 128  # on a CPU: 0.4 s of a 135M model on one core; larger chunks are not faster (measured)
 _PREFILL_CHUNK_GPU = 2048
 _ATTENTION = {"full_attention", "sliding_attention"}
@@ -129,7 +128,7 @@ class TransformersModel:
         for index, (sequence, token) in enumerate(zip(sequences, sample(logits, sequences), strict=True)):
             if token is None:
                 self._cache.scrub(first_row + index)
-                drawn.append(Drawn(sequence, _NOT_A_NUMBER))
+                drawn.append(Drawn(sequence, NOT_A_NUMBER))
             elif index in faults:
                 drawn.append(Drawn(sequence, faults[index]))
             else:

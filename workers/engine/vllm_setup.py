@@ -65,6 +65,7 @@ def prepare_environment(options: EngineOptions) -> None:
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # else it binds to cores that others may be busy on
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # there are threads here already
+        VLLM_COMPUTE_NANS_IN_LOGITS="1",  # they are told by the sequence; else it draws token 0 from them
         VLLM_NO_USAGE_STATS="1",
         VLLM_DO_NOT_TRACK="1",
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from workers.engine import vllm_setup
+from workers.engine.fault import NOT_A_NUMBER
 from workers.engine.protocol import Request, TokenLogprobs, Tokens
 
 log = logging.getLogger(__name__)
@@ -158,9 +159,7 @@ class VllmThread:
             tokens = tokens_input([*request.prompt, *request.output], cache_salt=request.tenant or None)
             params = self._make_params(request)
             async for output in self._llm.generate(tokens, params, key, priority=request.priority):
-                choice = output.outputs[0]
-                logprobs = _logprobs(choice, request.sampling.logprobs)
-                self._put(Event(key, tuple(choice.token_ids), logprobs, choice.finish_reason))
+                self._put(_event(key, output, request.sampling.logprobs))
         except EngineDeadError:
             self._die("vLLM's core process failed")
         except vllm_setup.client_errors() as error:
@@ -183,6 +182,13 @@ class VllmThread:
     def _signal(self) -> None:
         self._signalled = False
         os.eventfd_write(self.ready_fd, 1)
+
+
+def _event(key: str, output: Any, top: int | None) -> Event:
+    if output.metrics.is_corrupted:  # told because VLLM_COMPUTE_NANS_IN_LOGITS is set
+        return Event(key, error=(NOT_A_NUMBER.code, NOT_A_NUMBER.message))
+    choice = output.outputs[0]
+    return Event(key, tuple(choice.token_ids), _logprobs(choice, top), choice.finish_reason)
 
 
 def _logprobs(choice: Any, top: int | None) -> tuple[TokenLogprobs, ...]:
