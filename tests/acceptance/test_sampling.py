@@ -225,7 +225,7 @@ def test_the_clients_own_parsing_of_a_class_works(client: OpenAI) -> None:
 
 
 def test_json_mode_says_an_object(client: OpenAI) -> None:
-    end = {str(ord("}")): 100.0}  # noise would go on for long
+    end: Any = {str(ord("}")): 100.0}  # noise would go on for long
     answer = client.chat.completions.create(
         model=MODEL, messages=_ASK, max_tokens=500, response_format={"type": "json_object"}, logit_bias=end
     )
@@ -285,8 +285,9 @@ def test_what_is_bad_fails_alone_while_a_neighbour_writes_on(client: OpenAI, htt
     text = next(iter(stream)).choices[0].text
 
     def refused(**fields: Any) -> str:
+        ask: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 900} | fields
         with pytest.raises(openai.APIStatusError) as caught:
-            client.completions.create(**{"model": MODEL, "prompt": "x", "max_tokens": 900} | fields)
+            client.completions.create(**ask)
         return str(caught.value.code)
 
     costly = {"type": "json_schema", "json_schema": {"schema": COSTLY}}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from brokers.job import Sampling
 from workers.engine.protocol import SamplingParams
 
 
 def test_the_engine_knows_each_field_of_a_jobs_sampling_by_the_same_name_and_default() -> None:
-    assert SamplingParams.__struct_fields__ == Sampling.__struct_fields__
-    assert SamplingParams.__struct_defaults__ == Sampling.__struct_defaults__
+    assert msgspec.structs.asdict(SamplingParams()) == msgspec.structs.asdict(Sampling())
