@@ -38,7 +38,13 @@ def create_random_llama(models_dir: Path, name: str) -> Path:
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     card = Card(
-        name=name, kind=Kind.TEXT, engine="transformers", max_context=2048, vocab_size=259, eos_token_ids=(EOS,)
+        name=name,
+        kind=Kind.TEXT,
+        engine="transformers",
+        max_context=2048,
+        vocab_size=259,
+        eos_token_ids=(EOS,),
+        chat_template="{% for message in messages %}{{ message['content'] }}\n{% endfor %}",
     )
     write_card(folder, card)
     return folder
