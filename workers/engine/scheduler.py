@@ -16,7 +16,7 @@ a sequence that begins like it, itself included, gets those blocks instead of co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,8 +172,8 @@ class Scheduler:
         fed = [sequence.cached + 1 for sequence in decode] + [c.sequence.cached + c.length for c in prefill]
         return Plan(decode, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
-    def advance(self, plan: Plan) -> None:
-        """The plan's tokens are in the cache now."""
+    def advance(self, plan: Plan, failed: Collection[Sequence] = ()) -> None:
+        """The plan's tokens are in the cache now. Of those that `failed` nothing is to be kept for others."""
         for sequence in plan.decode:
             sequence.cached += 1
         for row, chunk in enumerate(plan.prefill, len(plan.decode)):
@@ -181,7 +181,7 @@ class Scheduler:
             self._decoding += complete
             chunk.sequence.cached += chunk.length
             chunk.sequence.entered = True
-            if complete:
+            if complete and chunk.sequence not in failed:
                 self._keep(chunk.sequence, row)
 
     def _keep(self, sequence: Sequence, row: int) -> None:

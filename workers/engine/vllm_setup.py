@@ -101,7 +101,10 @@ def engine_args(folder: Path, max_context: int, options: EngineOptions, own: Opt
         enforce_eager=on_cpu if own.eager is None else own.eager,
         tensor_parallel_size=own.tensor_parallel,
         quantization=own.quantization,
-        logits_processors=["workers.engine.vllm_penalties:ContinuedPenalties"],
+        logits_processors=[
+            "workers.engine.vllm_penalties:ContinuedPenalties",
+            "workers.engine.vllm_scrub:ScrubbedCache",
+        ],
         disable_log_stats=True,  # its own loggers; ours is given to it
     )
 

@@ -68,6 +68,7 @@ class VllmThread:
         self._make_params = make_params
         self._events: deque[Event] = deque()
         self._signalled = False
+        self._corrupted = 0  # outputs that were no number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
@@ -156,9 +157,10 @@ class VllmThread:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            tokens = tokens_input([*request.prompt, *request.output], cache_salt=request.tenant or None)
+            tokens = tokens_input([*request.prompt, *request.output], cache_salt=self._salt(request))
             params = self._make_params(request)
             async for output in self._llm.generate(tokens, params, key, priority=request.priority):
+                self._corrupted += output.metrics.is_corrupted
                 self._put(_event(key, output, request.sampling.logprobs))
         except EngineDeadError:
             self._die("vLLM's core process failed")
@@ -168,6 +170,10 @@ class VllmThread:
         except Exception as error:
             log.exception("vLLM fails a sequence")
             self._put(Event(key, error=("engine_failed", f"vLLM failed: {type(error).__name__}.")))
+
+    def _salt(self, request: Request) -> str | None:
+        """Whose beginnings it shares: its tenant's, and none from before NaN was last scrubbed out of the cache."""
+        return ".".join(filter(None, (request.tenant, str(self._corrupted or "")))) or None
 
     def _die(self, reason: str) -> None:
         self.dead = self.dead or reason
