@@ -110,6 +110,13 @@ class UnknownSealKey(LingbotError):
     hint = "Give this process the master key with that id (seal_keys)."
 
 
+class NewerRequest(LingbotError):
+    """The job asks for what this version does not know: a newer one took it."""
+
+    code = "newer_request"
+    hint = "Upgrade the workers before whatever submits, and go back in the opposite order."
+
+
 class EngineFailed(LingbotError):
     """The engine failed while it ran this job."""
 

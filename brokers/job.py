@@ -65,8 +65,12 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. Limits are checked at the door, in producers.schemas."""
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How tokens are drawn. Limits are checked at the door, in producers.schemas.
+
+    What is at its default is not sent, and a field that a reader does not know is an error: so a worker of the version
+    before takes every job that it can run as it was asked, and ignores nothing.
+    """
 
     max_tokens: int = 256  # generated tokens at most, >= 1
     temperature: float = 1.0  # 0 is greedy
@@ -85,7 +89,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     json_schema: str | None = None  # the text is JSON that meets it
 
 
-class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
+class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag="text"):
     """What a text job asks for. The prompt travels as token ids, sealed."""
 
     prompt_ids: tuple[int, ...]
@@ -101,7 +105,7 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="text"):
         return len(self.prompt_ids)
 
 
-class EmbeddingSpec(msgspec.Struct, frozen=True, omit_defaults=True, tag="embedding"):
+class EmbeddingSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag="embedding"):
     """What an embedding job asks for: a vector for each input, in order."""
 
     inputs: tuple[tuple[int, ...], ...]  # token ids as the model reads them, special ones included

@@ -20,7 +20,7 @@ from brokers import calls, logs, management, names
 from brokers.errors import BrokerUnavailable, LingbotError, StoreUnavailable
 from brokers.job import Job, State
 from brokers.publisher import Publisher
-from brokers.seal import Sealer
+from brokers.seal import Sealer, first_generation
 from brokers.settings import Settings, load
 from brokers.store import Store
 from brokers.webhooks import Webhooks
@@ -147,7 +147,7 @@ class Reconciler:
         why = "due" if job.state is State.ACCEPTED else f"{job.state} with nobody at it"
         level = logging.INFO if job.start_ms and job.state is State.ACCEPTED else logging.WARNING
         log.log(level, "job %s was %s: published as generation %d", job.id, why, verdict.gen)
-        sealed = self._sealer.reseal(job, verdict.sealed, verdict.gen)
+        sealed = self._sealer.reseal(first_generation(job), verdict.sealed, verdict.gen)
         await self._publisher.publish(msgspec.structs.replace(job, gen=verdict.gen), sealed)
         await self._store.queued(job)
 

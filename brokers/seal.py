@@ -17,7 +17,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from brokers.errors import ConfigurationError, SealBroken, UnknownSealKey
+from brokers.errors import ConfigurationError, NewerRequest, SealBroken, UnknownSealKey
 from brokers.job import Job, Spec, Webhook
 from brokers.settings import Settings
 
@@ -47,8 +47,12 @@ class Sealer:
         return self._seal(job, _encoder.encode(spec), _message(job))
 
     def open(self, job: Job, sealed: bytes) -> Spec:
-        """The spec inside. Raises UnknownSealKey (hold the message: a key is missing here) or SealBroken."""
-        return _decoder.decode(self._open(job, sealed, _message(job)))
+        """Its spec. Raises UnknownSealKey (hold the message: a key is missing here), SealBroken, NewerRequest."""
+        plain = self._open(job, sealed, _message(job))
+        try:
+            return _decoder.decode(plain)
+        except msgspec.ValidationError:
+            raise NewerRequest from None
 
     def seal_webhook(self, job: Job, webhook: Webhook) -> bytes:
         return self._seal(job, _encoder.encode(webhook), _WEBHOOK)
@@ -58,8 +62,10 @@ class Sealer:
         return _webhook_decoder.decode(self._open(job, sealed, _WEBHOOK))
 
     def reseal(self, job: Job, sealed: bytes, gen: int) -> bytes:
-        """The record's spec, which is bound to generation 1, for a message of generation `gen`."""
-        return self.seal(msgspec.structs.replace(job, gen=gen), self.open(first_generation(job), sealed))
+        """What is sealed for the job's generation, for generation `gen` instead. It is not read, so that a version that
+        does not know all of its fields loses none. Raises UnknownSealKey or SealBroken."""
+        then = msgspec.structs.replace(job, gen=gen)
+        return self._seal(then, self._open(job, sealed, _message(job)), _message(then))
 
     def _seal(self, job: Job, plain: bytes, use: tuple[str, ...]) -> bytes:
         nonce = os.urandom(_NONCE)

@@ -14,7 +14,7 @@ from producers.problems import Problem
 
 T = TypeVar("T")
 
-_AT = re.compile(r" - at `(?:key in )?`?\$\.?(.*?)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

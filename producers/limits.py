@@ -18,7 +18,6 @@ STOP_CHARS = 256
 BIASES = 1024  # tokens in `logit_bias`
 TOP_LOGPROBS = 20  # OpenAI's own limit
 SCHEMA_BYTES = 32_768
-MULTIPLE_OF = 10_000  # in units of its last digit; the automaton has a state for each remainder
 
 OPENAI_EXPIRES_S = 600  # a waiting caller is gone by then: the openai client's own timeout
 

@@ -19,6 +19,7 @@ from brokers.seal import Sealer
 from brokers.settings import Settings
 from brokers.store import Store
 from producers.metrics import Metrics
+from producers.schema_checker import SchemaChecker
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Platform:
         self.store = Store(settings)
         self.publisher = Publisher(settings)
         self.keys = KeyStore(settings, self.store)
+        self.schemas = SchemaChecker()
         self.closing: asyncio.Future[None] | None = None  # done once this process is told to go
         self._homes = {settings.region: Home(self.store, ChunkReader(settings))}
         self._moving = asyncio.Lock()
@@ -59,6 +61,7 @@ class Platform:
     async def close(self) -> None:
         self.say_goodbye()
         await self._finish_background()
+        await self.schemas.close()
         await self.publisher.close()
         for home in self._homes.values():
             await home.reader.close()

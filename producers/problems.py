@@ -33,6 +33,7 @@ _LINGBOT = {
     "bad_prompt": (400, "The prompt cannot be rendered"),
     "job_not_found": (404, "No such job"),
     "dead_letter_not_found": (404, "No such dead letter"),
+    "newer_request": (409, "This version does not know what the job asks for"),
     "stream_gone": (410, "The stream is gone"),
     "stream_gap": (410, "The stream has a gap"),
     "unavailable": (503, "Not available right now"),
@@ -86,6 +87,12 @@ CATALOGUE: dict[str, Entry] = {
     "body_too_large": Entry(413, "The body is too large", "Send less."),
     "head_too_large": Entry(431, "The request's head is too large", "Send fewer and shorter headers."),
     "unsupported_encoding": Entry(415, "The body is compressed", "Send it without Content-Encoding."),
+    "unsupported_by_engine": Entry(
+        400, "The model's engine cannot do this", "Leave the field out, or choose a model of another engine."
+    ),
+    "numeric_error": Entry(
+        500, "The model's output is not a number", "Change the prompt or the sampling; the same again fails again."
+    ),
     "generation_failed": Entry(500, "The generation failed", "Send the request again; the job's record says more."),
     "restarted": Entry(500, "The text was generated again and differs", "Send the request again."),
     "shutting_down": Entry(503, "This server is going away", "Send the request again: another one takes it."),

@@ -31,7 +31,7 @@ async def spec_of(platform: Platform, model: Model, body: JobRequest) -> Spec:
         return await inputs.embedding_spec(platform, model, body.input, body.dimensions)
     _refuse(body, _OF_EMBEDDINGS, "makes text: give `prompt` or `messages`")
     fit = prompts.fit(model, await _encode(platform, model, body), body.max_tokens, DEFAULT_MAX_TOKENS)
-    drawn = await sampling(model, body, new_seed())
+    drawn = await sampling(platform, model, body, new_seed())
     return TextSpec(fit.ids, msgspec.structs.replace(drawn, max_tokens=fit.max_tokens))
 
 

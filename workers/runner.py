@@ -16,7 +16,7 @@ from typing import Any
 from brokers import calls, connect, entries
 from brokers.chunk_writer import ChunkWriter, Outcome, OwnedStream, Pushed, VectorStream
 from brokers.envelope import Envelope
-from brokers.errors import SealBroken, UnknownSealKey
+from brokers.errors import NewerRequest, SealBroken, UnknownSealKey
 from brokers.job import Content, Failure, FinishReason, Job, Kind, Lane, Sampling, Spec, State, TextSpec
 from brokers.seal import first_generation
 from workers.engine.protocol import Ask, EmbedRequest, Request, SamplingParams
@@ -126,7 +126,7 @@ class Runner:
             return False
         sealer, settings = self._runtime.sealer, self._runtime.settings
         try:
-            sealed = sealer.seal(first_generation(job), sealer.open(job, envelope.sealed_spec()))
+            sealed = sealer.reseal(job, envelope.sealed_spec(), gen=1)
         except (SealBroken, UnknownSealKey) as error:
             log.error("job %s: its record is lost and its message does not open: %s", job.id, error.message)
             return False
@@ -176,6 +176,11 @@ class Runner:
         except (SealBroken, UnknownSealKey) as error:
             log.error("job %s: %s", job.id, error.message)
             return None, Failure(error.code, "The job's sealed request cannot be opened.")
+        except NewerRequest as error:
+            log.error("job %s: %s %s", job.id, error.message, error.advice)
+            return None, Failure(
+                error.code, "The job asks for what this worker does not know: it is of an older version."
+            )
         except LostContentError:
             return None, Failure("stream_lost", "What was delivered is no longer in the store.")
         return _request(job, spec), None

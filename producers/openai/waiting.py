@@ -17,7 +17,7 @@ from brokers.job import Job, State
 from producers.attendance import GoingAway, ReaderGone, attended, cancel_after_grace
 from producers.idempotency import REPLAYED
 from producers.platform import Platform
-from producers.problems import Problem
+from producers.problems import CATALOGUE, Problem
 from producers.submission import cancel_all
 from producers.texts import End
 
@@ -68,5 +68,7 @@ def succeeded(end: End) -> End:
         case State.EXPIRED:
             raise Problem("job_expired", "the job's deadline passed before it ended", headers=_NO_RETRY)
         case _:
-            why = (end.error or {}).get("message") or "the engine gave no reason"
-            raise Problem("generation_failed", f"the generation failed: {why}", headers=_NO_RETRY)
+            error = end.error or {}
+            why, code = error.get("message") or "the engine gave no reason", error.get("code", "")
+            known = code if code in CATALOGUE else "generation_failed"
+            raise Problem(known, f"the generation failed: {why}", headers=_NO_RETRY)

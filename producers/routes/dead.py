@@ -55,7 +55,7 @@ async def show_dead_letter(request: Request, job_id: str, _: Admin) -> Response:
     status_code=202,
     responses={
         202: answer("The new job", JobView),
-        **failures("dead_letter_not_found", "dead_letter_unreadable", *PUBLISH),
+        **failures("dead_letter_not_found", "dead_letter_unreadable", "newer_request", *PUBLISH),
     },
 )
 async def replay_dead_letter(request: Request, job_id: str, _: Admin) -> Response:

@@ -109,7 +109,7 @@ async def _generate(
     model: Model,
     fits: list[prompts.Fit],
 ) -> Response:
-    drawn = await sampling(model, body, new_seed())
+    drawn = await sampling(platform, model, body, new_seed())
     key = once(request, principal, body)
     jobs, replayed = await submit_once(platform, key, _drafts(platform, principal, body, fits, drawn))
     generated = generation.Generation(
@@ -187,8 +187,8 @@ def _plain(path: str, handler: Handler, name: str, request: type, response: type
         "responses": {
             200: answer("The answer", response),
             **failures(
-                *(*BODY, *PROMPT, *PUBLISH, *ONCE, "unsupported_parameter", "job_cancelled", "generation_failed"),
-                *("job_expired", "shutting_down"),
+                *(*BODY, *PROMPT, *PUBLISH, *ONCE, "unsupported_parameter", "unsupported_by_engine", "job_cancelled"),
+                *("generation_failed", "numeric_error", "job_expired", "shutting_down"),
                 openai=True,
             ),
         },

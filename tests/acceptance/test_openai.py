@@ -182,9 +182,14 @@ def test_service_tiers_choose_the_lane(platform: Platform, tier: Any) -> None:
             "messages[0].content[0].type",
         ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
-        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-        ({"logprobs": True}, "unsupported_parameter", "logprobs"),
-        ({"logit_bias": {"1": 5}}, "unsupported_parameter", "logit_bias"),
+        ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
+        ({"function_call": "auto"}, "unsupported_parameter", "function_call"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "missing_field", "messages[0].content"),
+        ({"top_logprobs": 2}, "invalid_parameter", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_parameter", "top_logprobs"),
+        ({"logit_bias": {"1": 101}}, "invalid_parameter", "logit_bias[...]"),
+        ({"response_format": {"type": "json_schema"}}, "missing_field", "response_format.json_schema"),
         ({"reasoning_effort": "high"}, "unsupported_parameter", "reasoning_effort"),
         ({"stream_options": {"include_usage": True}}, "invalid_parameter", "stream_options"),
         ({"extra_body": {"guided_json": {}}}, "unknown_field", "guided_json"),
@@ -200,7 +205,7 @@ def test_what_would_be_ignored_or_is_wrong_is_refused(
     assert caught.value.request_id
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"logprobs": 2}])
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}])
 def test_what_completions_cannot_do_is_refused(platform: Platform, client: OpenAI, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=platform.model, prompt="x", **fields)
@@ -227,6 +232,18 @@ def test_values_that_ask_for_nothing_are_taken(platform: Platform, client: OpenA
         store=False,
         extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True},
     )
+
+
+def test_a_prompt_that_fails_takes_the_requests_other_choices_with_it(platform: Platform, client: OpenAI) -> None:
+    key = platform.new_key("together", {"submit", "read"})
+    with pytest.raises(openai.InternalServerError):
+        _client(platform, key).completions.create(
+            model=platform.model, prompt=["slow !slow@10", "bad !raise@3"], max_tokens=2000, n=2
+        )
+    deadline = time.monotonic() + 5
+    while (ends := sorted(job["status"] for job in _jobs(platform, key))) != ["cancelled"] * 2 + ["failed"] * 2:
+        assert time.monotonic() < deadline, ends
+        time.sleep(0.05)
 
 
 def test_errors_are_the_clients_own_kinds(platform: Platform, client: OpenAI) -> None:

@@ -12,21 +12,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from brokers.job import Kind
-from brokers.models import Card
 from tests.engines.driving import Driver
-from workers.engine.build import EngineCard, build_guides, build_model, read_card
+from tests.random_llama import create_random_llama
+from workers.engine.build import EngineCard, build_model, read_card
+from workers.engine.guide import GuideMaker
 from workers.engine.loop import BatchEngine
 from workers.engine.protocol import Engine
 from workers.engine.wire import EngineOptions
-from workers.weights.folder import write_card
-from workers.weights.scripted import byte_tokenizer, create_scripted_model
+from workers.weights.scripted import create_scripted_model
 
 OPTIONS = EngineOptions(slots=4, kv_tokens=4096, prefix_tokens=2048, threads=1, device="cpu", dtype="float32")
-EOS = 257
 Maker = Callable[..., Engine]
 
 
@@ -39,28 +35,7 @@ def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama, as small as vLLM's kernels allow (heads of 32)."""
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.3,  # large, so that the next token depends on the whole context
-        bos_token_id=256,
-        eos_token_id=EOS,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    card = Card(
-        name="llama", kind=Kind.TEXT, engine="transformers", max_context=2048, vocab_size=259, eos_token_ids=(EOS,)
-    )
-    write_card(folder, card)
-    return folder
+    return create_random_llama(tmp_path_factory.mktemp("models"), "llama")
 
 
 @pytest.fixture(scope="session")
@@ -133,5 +108,5 @@ def _batch_maker(folder: Path, card: EngineCard) -> Maker:
         kv_tokens=OPTIONS.kv_tokens,
         prefix_tokens=OPTIONS.prefix_tokens,
         eos_ids=card.eos_token_ids,
-        guides=build_guides(folder, card, model),
+        guides=GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.engines.driving import Driver
+from tests.random_llama import POISON
 from tests.unit.engine.driving import GREEDY, ask, prompt
 from workers.engine.protocol import Request, SamplingParams
 from workers.engine.text import TextStage
@@ -15,6 +16,7 @@ from workers.weights.scripted import byte_tokenizer
 
 Make = Callable[..., Driver]
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=7, ignore_eos=True)
+LONG_ENOUGH = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
 PENALISED = SamplingParams(
     max_tokens=24, temperature=0, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.7, frequency_penalty=0.9
@@ -211,6 +213,25 @@ def test_a_bad_request_fails_alone(make: Make, poison: str) -> None:
     assert record.finish("bad") == "error"
     assert record.ends["bad"].error_code in {poison, "bad_token"}
     assert record.tokens["bad"] == []
+
+
+def test_a_sequence_that_is_no_number_fails_alone_and_leaves_nothing_behind(make: Make, kind: str) -> None:
+    if kind == "scripted":
+        pytest.skip("it has no numbers")
+    expected = make(slots=2).run(ask("good", sampling=LONG_ENOUGH), ask("next", "zz")).tokens
+    driver = make(slots=2)
+    driver.submit(ask("good", sampling=LONG_ENOUGH))
+    driver.until_tokens("good", 2)
+    bad = (65, POISON, *(66,) * 80)  # more than a block of any cache
+    driver.submit(Request("bad", bad, sampling=GREEDY))
+    driver.until(lambda: "bad" in driver.record.ends)
+    driver.submit(ask("next", "zz"))  # in the row, or the blocks, that the bad one left
+    driver.submit(Request("again", bad, sampling=GREEDY))  # nothing of it was kept to begin from
+    record = driver.drain()
+    for seq in ("bad", "again"):
+        assert (record.ends[seq].error_code, record.tokens[seq]) == ("numeric_error", [])
+    assert record.tokens["good"] == expected["good"]
+    assert record.tokens["next"] == expected["next"]
 
 
 def test_a_second_sequence_of_a_live_id_is_refused_and_the_first_goes_on(make: Make) -> None:

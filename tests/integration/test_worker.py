@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -206,10 +207,18 @@ async def test_a_job_that_no_message_tells_of_is_published_by_the_reconciler(cli
     assert record.state is State.SUCCEEDED
 
 
+_WORDS = {"type": "array", "items": {"enum": ["sea", "lamp", "river"]}, "minItems": 150, "maxItems": 150}
+_TAKEN_OVER = {
+    "plain": Sampling(max_tokens=1200, seed=3, ignore_eos=True),
+    "in mid-JSON": Sampling(max_tokens=2000, seed=3, json_schema=json.dumps(_WORDS), logprobs=2),
+}
+
+
+@pytest.mark.parametrize("which", _TAKEN_OVER)
 async def test_a_killed_worker_is_continued_by_another_without_a_seam(
-    client: Client, worker: Process, state: Path
+    client: Client, worker: Process, state: Path, which: str
 ) -> None:
-    sampling = Sampling(max_tokens=1200, seed=3, ignore_eos=True)
+    sampling = _TAKEN_OVER[which]
     jobs = [await client.submit(f"prompt {n} !slow@1", sampling) for n in range(6)]
     reference = [text_of(await client.read(job)) for job in jobs]
     second = worker_process(state, client.settings, "w2")
@@ -220,12 +229,16 @@ async def test_a_killed_worker_is_continued_by_another_without_a_seam(
     await asyncio.sleep(0.15)
     worker.kill()
     try:
-        texts = [text_of(found) for found in await asyncio.gather(*readings)]
+        streams = await asyncio.gather(*readings)
     finally:
         worker.spawn()
         wait_until_it_consumes(worker, client.settings)
         second.stop(grace_s=10)
-    assert texts == reference
+    assert [text_of(found) for found in streams] == reference
+    if sampling.json_schema:
+        assert {len(json.loads(text)) for text in reference} == {150}
+        contents = [entry for found in streams for entry in found if isinstance(entry, Content)]
+        assert all(len(entries.split_logprobs(entry)) == entry.pos - entry.start for entry in contents)
 
 
 async def test_a_worker_that_was_frozen_goes_on_with_its_job_soon_after(client: Client, worker: Process) -> None:

@@ -59,15 +59,8 @@ def build_engine(folder: Path, options: EngineOptions) -> Engine:
         prefix_tokens=options.prefix_tokens,
         name=card.engine,
         eos_ids=card.eos_token_ids,
-        guides=build_guides(folder, card, model),
+        guides=GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids),
     )
-
-
-def build_guides(folder: Path, card: EngineCard, model: BatchModel) -> GuideMaker | None:
-    """What holds texts to schemas. The scripted model says what it says, whatever is allowed."""
-    if card.engine == "scripted":
-        return None
-    return GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids)
 
 
 def build_model(folder: Path, card: EngineCard, options: EngineOptions) -> BatchModel:

@@ -10,3 +10,6 @@ class Fault(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+NOT_A_NUMBER = Fault("numeric_error", "the model's output is not a number for this sequence")

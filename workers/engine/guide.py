@@ -46,6 +46,7 @@ _STYLE: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 _STACK = 256 << 20  # the library recurses along chains of $ref, 8 kB each; only what is used becomes memory
+_TOO_COMPLEX = frozenset({"ParserTooComplex", "LexerTooComplex"})  # reasons to stop; of some limits only the words tell
 _KEPT = 16  # compiled schemas; a copy of one is ready at once
 
 
@@ -79,7 +80,7 @@ class Guide:
     def _check(self) -> None:
         if not self._matcher.is_error():
             return
-        if self._matcher.stop_reason() in {"ParserTooComplex", "LexerTooComplex"}:
+        if self._matcher.stop_reason() in _TOO_COMPLEX or "too many" in self._matcher.get_error():
             raise Fault("schema_too_complex", "what the JSON schema allows here takes too long to find out")
         raise Fault("invalid_schema", "no text goes on from here that the JSON schema allows")
 

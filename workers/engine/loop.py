@@ -129,7 +129,7 @@ class BatchEngine:
         if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.entered]:
             self.on_begin(begun)
         drawn = self._model.run(plan) if plan else []
-        self._scheduler.advance(plan)
+        self._scheduler.advance(plan, failed=[one.sequence for one in drawn if isinstance(one.token, Fault)])
         return self._postprocess(plan, drawn)
 
     @property

@@ -17,7 +17,7 @@ a sequence that begins like it, itself included, gets those blocks instead of co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -195,8 +195,8 @@ class Scheduler:
         fed += [chunk.sequence.cached + chunk.length for chunk in prefill]
         return Plan(decode, drafts, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
-    def advance(self, plan: Plan) -> None:
-        """The plan's tokens are in the cache now."""
+    def advance(self, plan: Plan, failed: Collection[Sequence] = ()) -> None:
+        """The plan's tokens are in the cache now. Of those that `failed` nothing is to be kept for others."""
         for sequence in plan.decode:
             sequence.cached += 1
         for row, chunk in enumerate(plan.prefill, len(plan.decode)):
@@ -204,7 +204,7 @@ class Scheduler:
             self._decoding += complete
             chunk.sequence.cached += chunk.length
             chunk.sequence.entered = True
-            if complete:
+            if complete and chunk.sequence not in failed:
                 self._keep(chunk.sequence, row)
 
     def accept(self, sequence: Sequence) -> None:

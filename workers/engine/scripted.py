@@ -2,7 +2,8 @@
 
 It works with the vocabulary of any byte-level tokenizer and emits one byte a token, so that every character beyond
 ASCII arrives in pieces. Phrases have eight bytes each: position p is byte p % 8 of phrase p // 8, whatever came
-before, so resumed, re-batched and taken-over sequences are equal to the byte.
+before, so resumed, re-batched and taken-over sequences are equal to the byte. One that is held to a schema says the
+same where the schema allows it, and else a byte that it allows.
 
 With options["directives"] a prompt can order faults (positions count output tokens):
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from struct import pack
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -32,6 +34,9 @@ from workers.engine.protocol import TokenLogprobs
 from workers.engine.scheduler import Plan
 from workers.engine.sequence import Sequence
 from workers.engine.speculation import Costs
+
+if TYPE_CHECKING:
+    from workers.engine.guide import Guide
 
 CRASH_CODE = 70
 OOM_S = 0.05  # memory takes a moment to fill up
@@ -78,6 +83,10 @@ class _Script:
         frame, offset = divmod(position, _WIDTH)
         digest = blake2b(pack("<Q", frame), key=self.key, digest_size=1).digest()
         return _PHRASES[digest[0] % len(_PHRASES)][offset]
+
+    def other(self, position: int, allowed: list[int]) -> int:
+        digest = blake2b(pack("<q", ~position), key=self.key, digest_size=4).digest()
+        return allowed[int.from_bytes(digest, "little") % len(allowed)]
 
 
 class ScriptedModel:
@@ -130,7 +139,20 @@ class ScriptedModel:
             return Fault("engine_failed", "the script says that this sequence fails here")
         if self._eos_id is not None and script.orders.get("eos") == position:
             return self._eos_id
+        if sequence.guide is not None:
+            return self._guided(sequence.guide, script, position)
         return self._byte_ids[script.byte(position)]
+
+    def _guided(self, guide: Guide, script: _Script, position: int) -> int | Fault:
+        """What the script says where the guide allows it, else something that it does; the end as soon as it may be."""
+        try:
+            mask = guide.mask()
+        except Fault as fault:
+            return fault
+        if self._eos_id is not None and mask[self._eos_id]:
+            return self._eos_id
+        token = self._byte_ids[script.byte(position)]
+        return token if mask[token] else script.other(position, [other for other in self._byte_ids if mask[other]])
 
     def _script(self, sequence: Sequence) -> _Script:
         script = self._scripts.get(sequence)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workers.engine import speculation
 from workers.engine.build import EngineCard
 from workers.engine.cache import Place, SlotCache
-from workers.engine.fault import Fault
+from workers.engine.fault import NOT_A_NUMBER, Fault
 from workers.engine.forward import Forward, HuggingFaceForward
 from workers.engine.lean import LeanForward, is_lean
 from workers.engine.logprobs import Logprobs
@@ -30,7 +30,6 @@ from workers.engine.scheduler import Chunk, Plan
 from workers.engine.sequence import Sequence
 from workers.engine.wire import EngineOptions
 
-_NOT_A_NUMBER = Fault("numeric_error", "the model's output is not a number for this sequence")
 _PREFILL_CHUNK = 128  # on a CPU: 0.4 s of a 135M model on one core; larger chunks are not faster (measured)
 _PREFILL_CHUNK_GPU = 2048
 _PROMPT = 8  # tokens of the warm-up
@@ -131,7 +130,7 @@ class TransformersModel:
 
     def _verified(self, row: int, sequence: Sequence, draft: Tokens, drawn: list[Drawn]) -> list[Drawn]:
         """What was drawn as far as the draft was right, and the one behind that."""
-        if any(each.token is _NOT_A_NUMBER for each in drawn):
+        if any(each.token is NOT_A_NUMBER for each in drawn):
             self._cache.scrub(row, sequence.cached if draft else 0)
             if draft:  # it may be the guess's fault: what is no number spoils those before it, masked or not
                 return self._decode([sequence], [()], row)
@@ -145,7 +144,7 @@ class TransformersModel:
         last = [(row, chunk.length - 1) for row, chunk in enumerate(chunks)]
         drawn = self._drawn(place, tokens, last, [chunk.sequence for chunk in chunks])
         for row, each in enumerate(drawn, first_row):
-            if each.token is _NOT_A_NUMBER:
+            if each.token is NOT_A_NUMBER:
                 self._cache.scrub(row)
         return [
             one for chunk, one in zip(chunks, drawn, strict=True) if chunk.completes or isinstance(one.token, Fault)
@@ -160,7 +159,7 @@ class TransformersModel:
         drawn: list[Drawn] = []
         for index, (sequence, token) in enumerate(zip(sequences, sample(logits, sequences), strict=True)):
             if token is None:
-                drawn.append(Drawn(sequence, _NOT_A_NUMBER))
+                drawn.append(Drawn(sequence, NOT_A_NUMBER))
             elif index in faults:
                 drawn.append(Drawn(sequence, faults[index]))
             else:

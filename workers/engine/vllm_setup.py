@@ -65,6 +65,7 @@ def prepare_environment(options: EngineOptions) -> None:
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # else it binds to cores that others may be busy on
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # there are threads here already
+        VLLM_COMPUTE_NANS_IN_LOGITS="1",  # they are told by the sequence; else it draws token 0 from them
         VLLM_NO_USAGE_STATS="1",
         VLLM_DO_NOT_TRACK="1",
     )
@@ -100,7 +101,10 @@ def engine_args(folder: Path, max_context: int, options: EngineOptions, own: Opt
         enforce_eager=on_cpu if own.eager is None else own.eager,
         tensor_parallel_size=own.tensor_parallel,
         quantization=own.quantization,
-        logits_processors=["workers.engine.vllm_penalties:ContinuedPenalties"],
+        logits_processors=[
+            "workers.engine.vllm_penalties:ContinuedPenalties",
+            "workers.engine.vllm_scrub:ScrubbedCache",
+        ],
         disable_log_stats=True,  # its own loggers; ours is given to it
     )
 

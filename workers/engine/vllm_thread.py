@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from workers.engine import vllm_setup
+from workers.engine.fault import NOT_A_NUMBER
 from workers.engine.protocol import Request, TokenLogprobs, Tokens
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class VllmThread:
         self._make_params = make_params
         self._events: deque[Event] = deque()
         self._signalled = False
+        self._corrupted = 0  # outputs that were no number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
@@ -155,12 +157,11 @@ class VllmThread:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            tokens = tokens_input([*request.prompt, *request.output], cache_salt=request.tenant or None)
+            tokens = tokens_input([*request.prompt, *request.output], cache_salt=self._salt(request))
             params = self._make_params(request)
             async for output in self._llm.generate(tokens, params, key, priority=request.priority):
-                choice = output.outputs[0]
-                logprobs = _logprobs(choice, request.sampling.logprobs)
-                self._put(Event(key, tuple(choice.token_ids), logprobs, choice.finish_reason))
+                self._corrupted += output.metrics.is_corrupted
+                self._put(_event(key, output, request.sampling.logprobs))
         except EngineDeadError:
             self._die("vLLM's core process failed")
         except vllm_setup.client_errors() as error:
@@ -169,6 +170,10 @@ class VllmThread:
         except Exception as error:
             log.exception("vLLM fails a sequence")
             self._put(Event(key, error=("engine_failed", f"vLLM failed: {type(error).__name__}.")))
+
+    def _salt(self, request: Request) -> str | None:
+        """Whose beginnings it shares: its tenant's, and none from before NaN was last scrubbed out of the cache."""
+        return ".".join(filter(None, (request.tenant, str(self._corrupted or "")))) or None
 
     def _die(self, reason: str) -> None:
         self.dead = self.dead or reason
@@ -183,6 +188,13 @@ class VllmThread:
     def _signal(self) -> None:
         self._signalled = False
         os.eventfd_write(self.ready_fd, 1)
+
+
+def _event(key: str, output: Any, top: int | None) -> Event:
+    if output.metrics.is_corrupted:  # told because VLLM_COMPUTE_NANS_IN_LOGITS is set
+        return Event(key, error=(NOT_A_NUMBER.code, NOT_A_NUMBER.message))
+    choice = output.outputs[0]
+    return Event(key, tuple(choice.token_ids), _logprobs(choice, top), choice.finish_reason)
 
 
 def _logprobs(choice: Any, top: int | None) -> tuple[TokenLogprobs, ...]:
