@@ -14,11 +14,13 @@ Tokens = tuple[int, ...]
 
 
 class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One sequence of a run. The last three are for our own engine; the others do not know them."""
+    """One sequence of a run. All from `temperature` on is for our own engine; the others do not
+    know it."""
 
     after_s: float  # since the start of the run
     prompt: Tokens
     tokens: int  # to generate, greedily; the model's end token is one like any other
+    temperature: float = 0.0  # of our own engine
     priority: int = 0  # rank of its lane
     pause_at: int = 0  # after so many tokens it is paused, and soon resumed
     hand_over_at: int = 0  # after so many it is ended, and given in again with its tokens, as to another worker

@@ -126,7 +126,7 @@ class _Run:
     def _submit(self, live: _Live) -> None:
         name, arrival = next(self._names), live.arrival
         self._live[name] = live
-        sampling = SamplingParams(max_tokens=arrival.tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=arrival.tokens, temperature=arrival.temperature, ignore_eos=True)
         output = tuple(live.tokens)
         self._host.submit(Request(name, arrival.prompt, output, sampling=sampling, priority=arrival.priority))
 

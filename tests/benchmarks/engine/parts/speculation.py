@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.benchmarks.engine.lineup import Bench, Lineup
 from tests.benchmarks.engine.report import figures, table
-from tests.benchmarks.engine.workload import Arrival, Trace, kv_tokens
+from tests.benchmarks.engine.workload import Arrival, Trace
 
 _WITH, _WITHOUT = "guessing", "lean"
 _TOKENS = 96
@@ -17,16 +17,18 @@ def run(bench: Bench) -> str:
     rows = [row for dtype in dtypes for row in _measured(bench, dtype)]
     head = ["dtype", "prompts", "sequences", "tokens/s with", "without", "ratio", "equal texts"]
     return (
-        f"Greedy, {_TOKENS} tokens each. A repeating prompt says the same paragraph over and over and breaks off, "
-        "as a text that is to be corrected or code that is to be changed would come again; the others are stories. The "
-        "engine decides by itself when to guess: where that does not pay the ratio should be 1.\n\n" + table(head, rows)
+        f"{_TOKENS} tokens each. A repeating prompt says the same paragraph over and over and breaks off, as a text that "
+        "is to be corrected or code that is to be changed would come again, and is followed greedily; so are stories, "
+        "which this small model soon repeats. Questions are answered at temperature 1, where little can be guessed. "
+        "The engine decides by itself when to guess: where that does not pay the ratio should be 1. Texts are equal but "
+        "for rounding, which exact mode does not have.\n\n" + table(head, rows)
     )
 
 
 def _measured(bench: Bench, dtype: str) -> list[list[str]]:
     rows = []
     with Lineup(bench, (_WITHOUT, _WITH), dtype, slots=max(_LEVELS), kv_tokens=max(_LEVELS) * 512) as lineup:
-        for kind in ("repeating", "stories"):
+        for kind in ("repeating", "stories", "questions"):
             for count in _LEVELS[:2] if bench.quick else _LEVELS:
                 seen = lineup.turns(_arrivals(bench, kind, count), rounds=1 if bench.quick else _ROUNDS)
                 if seen.keys() == {_WITH, _WITHOUT}:
@@ -38,10 +40,10 @@ def _measured(bench: Bench, dtype: str) -> list[list[str]]:
 
 
 def _arrivals(bench: Bench, kind: str, count: int) -> list[Arrival]:
+    if kind == "questions":
+        return [Arrival(0.0, prompt, _TOKENS, temperature=1.0) for prompt in bench.texts.questions(count)]
     make = bench.texts.repeating if kind == "repeating" else bench.texts.of_length
-    arrivals = [Arrival(0.0, make(200, number), _TOKENS) for number in range(count)]
-    assert kv_tokens(arrivals) <= count * 512
-    return arrivals
+    return [Arrival(0.0, make(200, number), _TOKENS) for number in range(count)]
 
 
 def _equal(some: list[Trace], others: list[Trace]) -> int:
