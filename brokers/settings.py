@@ -76,7 +76,8 @@ class Settings(BaseSettings):
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 counts the cores this process may use
     engine: Literal["", "transformers", "vllm"] = ""  # instead of the one that each model's card names
     device: str = "cpu"
-    dtype: str = "float32"  # the CPU default, since only then texts can be exact
+    # auto is bfloat16 on a GPU; on a CPU float32, or bfloat16 where that is faster and `exact` is off
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     exact: bool = True  # where the engine can: the same text alone, batched, resumed and taken over, to the bit
     lease_ms: Annotated[int, Field(ge=500)] = 3000  # an owner that is silent this long may be replaced
     renew_ms: Annotated[int, Field(ge=100)] = 1000

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel
 
+from workers.engine import dtype
 from workers.engine.build import EngineCard
 from workers.engine.fault import Fault
 from workers.engine.protocol import Tokens
@@ -40,7 +41,7 @@ def load_encoder(folder: Path, card: EngineCard, options: EngineOptions) -> Hugg
     model: Any = AutoModel.from_pretrained(
         folder,
         config=config,
-        dtype=getattr(torch, options.dtype),
+        dtype=dtype.chosen(options),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from workers.engine.dtype import fast_bf16
+
 _ROWS = 64  # packed for about so many rows at once; fewer and more are right too, and not slower (measured)
 _PACKED: Any = torch.ops.mkldnn._linear_pointwise
 
@@ -21,7 +23,7 @@ def _packs(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return fast_bf16()
     return weight.dtype == torch.float32
 
 

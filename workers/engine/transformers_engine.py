@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from workers.engine import speculation
+from workers.engine import dtype, speculation
 from workers.engine.build import EngineCard
 from workers.engine.cache import Place, SlotCache
 from workers.engine.fault import NOT_A_NUMBER, Fault
@@ -58,14 +58,13 @@ def load_model(folder: Path, card: EngineCard, options: EngineOptions) -> Transf
 
 
 def _lean(folder: Path, config: Any, options: EngineOptions) -> Forward:
-    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
-    return LeanForward(folder, config, dtype, device, exact=options.exact)
+    return LeanForward(folder, config, dtype.chosen(options), torch.device(options.device), exact=options.exact)
 
 
 def _generic(folder: Path, max_context: int, options: EngineOptions) -> Forward:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=getattr(torch, options.dtype),
+        dtype=dtype.chosen(options),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

@@ -79,6 +79,8 @@ def engine_args(folder: Path, max_context: int, options: EngineOptions, own: Opt
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
+    from workers.engine import dtype
+
     kind = options.device.partition(":")[0]
     if current_platform.device_type != kind:
         raise ValueError(f"this vLLM is built for {current_platform.device_type or 'nothing here'}, not for {kind}")
@@ -88,7 +90,7 @@ def engine_args(folder: Path, max_context: int, options: EngineOptions, own: Opt
         skip_tokenizer_init=True,  # it sees token ids only; text.py makes text of them
         generation_config="vllm",  # the model's own sampling defaults are applied at the door, or not at all
         trust_remote_code=False,
-        dtype=options.dtype,
+        dtype=dtype.chosen(options),
         max_model_len=context(max_context, options),
         max_num_seqs=options.slots,
         max_num_batched_tokens=max(own.step_tokens or (512 if on_cpu else 2048), options.slots),

@@ -18,7 +18,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     kv_tokens: int  # KV budget over all sequences
     threads: int  # of torch; 0 takes the cores this process may use but one, and at least one
     device: str
-    dtype: str  # a torch dtype's name
+    dtype: str  # a torch dtype's name, or auto, see dtype.py
     engine: str = ""  # instead of the card's
     prefix_tokens: int = 0  # beginnings of sequences whose KV is kept beside it, for others that begin likewise
     speculation: bool = False  # guess ahead where that pays, see speculation.py

@@ -17,11 +17,11 @@ def run(bench: Bench) -> str:
     rows = [row for dtype in dtypes for row in _measured(bench, dtype)]
     head = ["dtype", "prompts", "sequences", "tokens/s with", "without", "ratio", "equal texts"]
     return (
-        f"{_TOKENS} tokens each. A repeating prompt says the same paragraph over and over and breaks off, as a text that "
-        "is to be corrected or code that is to be changed would come again, and is followed greedily; so are stories, "
-        "which this small model soon repeats. Questions are answered at temperature 1, where little can be guessed. "
-        "The engine decides by itself when to guess: where that does not pay the ratio should be 1. Texts are equal but "
-        "for rounding, which exact mode does not have.\n\n" + table(head, rows)
+        f"{_TOKENS} tokens each. A repeating prompt says the same paragraph over and over and breaks off, as a text "
+        "that is to be corrected or code that is to be changed would come again, and is followed greedily; so are "
+        "stories, which this small model soon repeats. Questions are answered at temperature 1, where little can be "
+        "guessed. The engine decides by itself when to guess: where that does not pay the ratio should be 1. Texts are "
+        "equal but for rounding, which exact mode does not have.\n\n" + table(head, rows)
     )
 
 
