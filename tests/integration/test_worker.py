@@ -147,6 +147,20 @@ async def test_a_deadline_holds_in_the_engine(client: Client) -> None:
     assert end["status"] == "expired"
 
 
+class _Tomorrow(Sampling, frozen=True, omit_defaults=True):
+    """A later version's: it has learned to rhyme."""
+
+    rhyme: bool = False
+
+
+async def test_a_job_that_asks_for_what_only_a_newer_version_knows_fails_and_says_so(client: Client) -> None:
+    job = await client.submit("roses are red", _Tomorrow(max_tokens=30, rhyme=True))
+    end = end_of(await client.read(job))
+    assert (end["status"], end["error"]["code"]) == ("failed", "newer_request")  # type: ignore[index]
+    plain = await client.submit("roses are red", _Tomorrow(max_tokens=30, ignore_eos=True))
+    assert end_of(await client.read(plain))["status"] == "succeeded"
+
+
 async def test_a_message_delivered_twice_runs_once(client: Client) -> None:
     ids = client.model.encode("twice")
     job = msgspec.structs.replace(make_job(client.settings), model=APART_MODEL, prompt_tokens=len(ids))

@@ -28,7 +28,7 @@ def test_the_bytes_of_all_tokens_are_the_text(kind: str, text: str) -> None:
 @pytest.mark.parametrize(("make", "word"), [(byte_tokenizer, EOS), (byte_level, SPECIAL), (byte_fallback, SPECIAL)])
 def test_a_special_token_is_spelled_as_it_is_written(make: Callable[[], Tokenizer], word: str) -> None:
     tokenizer = make()
-    assert Spelling(tokenizer).of(tokenizer.token_to_id(word)) == word.encode()
+    assert Spelling(tokenizer).of(tokenizer.get_vocab()[word]) == word.encode()
 
 
 def test_a_token_that_nobody_knows_has_no_bytes() -> None:
