@@ -53,7 +53,8 @@ def test_redis_killed_under_load(rig: Rig, tell: Tell, times: int) -> None:
 def test_owners_keep_their_jobs_when_redis_is_away_longer_than_a_lease(rig: Rig, tell: Tell, times: int) -> None:
     """Nobody could renew a lease meanwhile: a worker that lives is not to be taken for dead, and no strike counted."""
     lease_s = rig.settings.lease_ms / 1000
-    works = [rig.work(random.Random(n), tokens=(1600 * times, 1600 * times + 80)) for n in range(_CLIENTS)]
+    tokens = (600 * times, 600 * times + 80)  # all of them fit into one worker's cache, even the longest
+    works = [rig.work(random.Random(n), tokens=tokens, orders="!slow@15") for n in range(_CLIENTS)]
     with rig.checked() as (api_key, checker), rig.load_of(api_key, works) as load:
         for _ in range(times):
             load.wait_flowing(_CLIENTS, timeout_s=30)
