@@ -39,10 +39,6 @@ class Sealer:
             raise ConfigurationError("seal_keys is empty: give at least one key id with 32 bytes in base64")
         self._newest = list(self._masters)[-1]
 
-    def can_open(self, sealed: bytes) -> bool:
-        """False when it names a key that this process does not hold. Raises SealBroken when it names none."""
-        return _split(sealed)[0].decode(errors="replace") in self._masters
-
     def seal(self, job: Job, spec: Spec) -> bytes:
         return self._seal(job, _encoder.encode(spec), _message(job))
 

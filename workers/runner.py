@@ -3,7 +3,7 @@
     adopt or claim -> read what is out already -> submit -> wait -> the end is in the store -> acknowledge
 
 A message is acknowledged when its job has ended, belongs to somebody else, or is of an older publish generation. It
-goes back to the queue only when this worker gives the job up in order, and slowly when it lacks the key to read it.
+goes back to the queue only when this worker gives the job up in order, and slowly when it cannot read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _STORE_RETRY_S = 1.0
 _LOOK_S = 0.25  # how often a thread that waits for its job looks around
-_KEYLESS_S = 1.0  # how long a message is held that another worker has the key for
+_UNREADABLE_S = 1.0  # how long a message is held that this worker has no key for, or is too old to read
 _BUSY_S = 0.5  # how often a claimer looks whether the owner is still there
 _PRIORITY = {Lane.INTERACTIVE: 0, Lane.STANDARD: 1, Lane.BATCH: 2}
 
@@ -66,18 +66,23 @@ class Runner:
             if not found[1].out_of_engine.is_set():  # the engine hangs: it would take the same sequence twice
                 raise HandedBackError
             # The run was not ours any more, and this message may be the one that its job was published again with.
-        self._require_key(envelope)
+        self._require_readable(envelope)
         return self._run(envelope)
 
-    def _require_key(self, envelope: Envelope) -> None:
-        """While keys are replaced a worker may not hold the new one yet; one that does is to run the job."""
+    def _require_readable(self, envelope: Envelope) -> None:
+        """While keys or versions are replaced one worker may read what another cannot yet, and is to run it. Past its
+        deadline nobody needs to."""
+        if time.time() * 1000 >= envelope.deadline_ms:
+            return
         try:
-            if self._runtime.sealer.can_open(envelope.sealed_spec()):
-                return
+            self._runtime.sealer.open(envelope.to_job(), envelope.sealed_spec())
         except SealBroken:
             return  # its record may still hold what was asked for
-        log.error("job %s: no seal key of its is configured here; handed back (seal_keys)", envelope.job)
-        self._runtime.draining.wait(_KEYLESS_S)
+        except (UnknownSealKey, NewerRequest) as error:
+            log.error("job %s: %s; handed back. %s", envelope.job, error.message.rstrip("."), error.advice)
+        else:
+            return
+        self._runtime.draining.wait(_UNREADABLE_S)
         raise HandedBackError
 
     def _run(self, envelope: Envelope) -> str:

@@ -147,6 +147,25 @@ async def test_a_deadline_holds_in_the_engine(client: Client) -> None:
     assert end["status"] == "expired"
 
 
+class _Tomorrow(Sampling, frozen=True, omit_defaults=True):
+    """A later version's: it has learned to rhyme."""
+
+    rhyme: bool = False
+
+
+async def test_a_job_that_only_a_newer_worker_knows_is_left_to_one(client: Client, worker: Process) -> None:
+    job = await client.submit("roses are red", _Tomorrow(max_tokens=30, rhyme=True))
+    refusal = f"job {job.id}: The job asks for what this version does not know"
+    while refusal not in worker.log.read_text():
+        await asyncio.sleep(0.05)
+    record = await client.store.get(job.id)
+    assert record is not None
+    assert (record.state, record.attempt) == (State.QUEUED, 0)
+    await client.store.cancel(job)
+    plain = await client.submit("roses are red", _Tomorrow(max_tokens=30, ignore_eos=True))
+    assert end_of(await client.read(plain))["status"] == "succeeded"
+
+
 async def test_a_message_delivered_twice_runs_once(client: Client) -> None:
     ids = client.model.encode("twice")
     job = msgspec.structs.replace(make_job(client.settings), model=APART_MODEL, prompt_tokens=len(ids))

@@ -194,7 +194,7 @@ class TextSequence:
                     count = index + 1
                 break
             end += len(held.piece)
-            count = index + 1 if held.clean else count
+            count = index + 1 if held.clean or held.piece else count  # all text before the cut is shown
         return Output(seq, **self._release(count), finish="stop")
 
     def _release(self, count: int) -> Released:

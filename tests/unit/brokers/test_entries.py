@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brokers import entries
-from brokers.job import Content, Control
+from brokers.job import Content, Control, Scored
 
 pieces = st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=5), min_size=1, max_size=20)
 
@@ -55,6 +55,36 @@ def test_vectors_read_back_one_by_one_and_are_cut_between_two(vectors: list[byte
     after = data.draw(st.integers(7, 6 + len(vectors)))
     rest = entries.cut(entry, after)
     assert (rest.start, rest.pos, entries.split(rest)) == (after, entry.pos, vectors[after - 7 :])
+
+
+_logprobs = st.floats(max_value=0, width=32)
+_scored = st.integers(0, 5).flatmap(
+    lambda top: st.lists(
+        st.tuples(_logprobs, st.lists(st.tuples(st.integers(0, 2**32 - 1), _logprobs), min_size=top, max_size=top)),
+        min_size=1,
+        max_size=12,
+    )
+)
+
+
+@given(_scored, st.data())
+def test_logprobs_read_back_with_their_tokens_and_are_cut_with_them(
+    scored: list[tuple[float, list[tuple[int, float]]]], data: st.DataObject
+) -> None:
+    count = len(scored)
+    packed = [entries.packed_logprobs(logprob, top) for logprob, top in scored]
+    entry = read_back(7, 7 + count, entries.fields(range(count), ["x"] * count, "00", packed))
+    expected = [Scored(logprob, tuple(top)) for logprob, top in scored]
+    assert entries.scored(entry) == expected
+    assert entries.split_logprobs(entry) == packed
+    after = data.draw(st.integers(7, 6 + count))
+    assert entries.scored(entries.cut(entry, after)) == expected[after - 7 :]
+
+
+def test_an_entry_has_the_logprobs_of_all_its_tokens_or_of_none() -> None:
+    one = entries.packed_logprobs(-1.0, [])
+    assert entries.scored(read_back(0, 2, entries.fields([1, 2], ["a", "b"], "00", [b"", one]))) == []
+    assert entries.scored(written(0, ["a", "b"])) == []
 
 
 def test_a_control_entry_reads_back_whole() -> None:
