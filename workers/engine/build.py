@@ -58,7 +58,6 @@ def build_engine(folder: Path, options: EngineOptions) -> Engine:
         kv_tokens=options.kv_tokens,
         prefix_tokens=options.prefix_tokens,
         pause_grace_s=options.pause_grace_s,
-        name=card.engine,
         eos_ids=card.eos_token_ids,
         guides=GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids),
     )

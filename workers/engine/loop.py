@@ -36,6 +36,7 @@ class Drawn(NamedTuple):
 class BatchModel(Protocol):
     """A model that advances many sequences at once."""
 
+    name: str  # of its engine, as in a model's card
     max_context: int
     vocab_size: int
     costs: Costs | None  # of a step; None where nothing is to be guessed
@@ -61,7 +62,6 @@ class BatchEngine:
         kv_tokens: int,
         prefix_tokens: int = 0,
         pause_grace_s: float = 0.0,
-        name: str = "",
         eos_ids: Collection[int] = (),
         guides: GuideMaker | None = None,
         clock: Callable[[], float] = time.time,
@@ -79,7 +79,7 @@ class BatchEngine:
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
         self.ready_fd: int | None = self._preparing.ready_fd
-        self._prefix_cache, self._name = prefix_tokens > 0, name
+        self._prefix_cache = prefix_tokens > 0
         self._steps = self._generated = self._prefilled = self._guessed = self._confirmed = 0
         self._last_token: float | None = None
 
@@ -93,7 +93,7 @@ class BatchEngine:
             exact=self._model.exact,
             prefix_cache=self._prefix_cache,
             json_schema=self._guided,
-            engine=self._name,
+            engine=self._model.name,
         )
 
     def submit(self, request: Request) -> None:
