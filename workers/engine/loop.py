@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import groupby
 from operator import attrgetter
@@ -126,7 +127,8 @@ class BatchEngine:
         if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.entered]:
             self.on_begin(begun)
         drawn = self._model.run(plan) if plan else []
-        self._scheduler.advance(plan, failed=[one.sequence for one in drawn if isinstance(one.token, Fault)])
+        failed = [one.sequence for one in drawn if isinstance(one.token, Fault)]
+        self._scheduler.advance(plan, Counter(one.sequence for one in drawn), failed)
         return self._postprocess(plan, drawn)
 
     @property
@@ -204,9 +206,7 @@ class BatchEngine:
     def _settle(self, sequence: Sequence, drawn: list[Drawn]) -> Output:
         """Append what was drawn to its sequence, and end the sequence where that is due; nothing counts behind that."""
         count, end = len(sequence.output), Output(sequence.request.seq)
-        for nth, each in enumerate(drawn):
-            if nth:
-                self._scheduler.accept(sequence)
+        for each in drawn:
             end = self._take(sequence, each.token)
             if end.finish:
                 self._scheduler.remove(end.seq, healthy=end.finish != "error")

@@ -17,8 +17,9 @@ a sequence that begins like it, itself included, gets those blocks instead of co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from workers.engine.policy import Policy
@@ -195,10 +196,15 @@ class Scheduler:
         fed += [chunk.sequence.cached + chunk.length for chunk in prefill]
         return Plan(decode, drafts, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
-    def advance(self, plan: Plan, failed: Collection[Sequence] = ()) -> None:
-        """The plan's tokens are in the cache now. Of those that `failed` nothing is to be kept for others."""
+    def advance(
+        self, plan: Plan, drawn: Mapping[Sequence, int] = MappingProxyType({}), failed: Collection[Sequence] = ()
+    ) -> None:
+        """The plan's tokens are in the cache now; of a draft as many as were right, since for those more than one token
+        was `drawn`. Of those that `failed` nothing is to be kept for others.
+
+        All rows come before any of them is left: a gap is closed with as much of a row as counts as cached."""
         for sequence in plan.decode:
-            sequence.cached += 1
+            sequence.cached += drawn.get(sequence, 1)
         for row, chunk in enumerate(plan.prefill, len(plan.decode)):
             complete = chunk.completes
             self._decoding += complete
@@ -206,10 +212,6 @@ class Scheduler:
             chunk.sequence.entered = True
             if complete and chunk.sequence not in failed:
                 self._keep(chunk.sequence, row)
-
-    def accept(self, sequence: Sequence) -> None:
-        """The next token of its draft was right, so that it is in the cache too."""
-        sequence.cached += 1
 
     def _keep(self, sequence: Sequence, row: int) -> None:
         if copies := self._prefixes.keep(sequence.request.tenant, sequence.tokens[: sequence.cached]):

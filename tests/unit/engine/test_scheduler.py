@@ -17,7 +17,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 180), st.integers(0, 2)),
         st.tuples(st.sampled_from(["remove", "pause", "resume", "let_go"]), st.integers(0, 30), st.just(0)),
-        st.tuples(st.just("step"), st.just(0), st.just(0)),
+        st.tuples(st.just("steps"), st.integers(1, 8), st.just(0)),
     ),
     max_size=80,
 )
@@ -63,23 +63,31 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     assert bool(plan) == bool(plan.rows)
 
 
-def said(position: int) -> int:
-    """What every sequence says there: much of it can be guessed, and some of it cannot."""
-    return position if position % 9 == 0 else position % 2
+def said(sequence: Sequence, position: int) -> int:
+    """What a sequence says there, and no other says: much of it can be guessed, and some of it cannot."""
+    return -10 - 100 * sequence.arrival - (position if position % 9 == 0 else position % 2)
 
 
-def settle(scheduler: Scheduler, sequence: Sequence, draft: Tokens) -> None:
-    """Append what is drawn, as far as the draft is right and one more, up to the 20 tokens that end a sequence."""
-    right = 0
-    while right < len(draft) and draft[right] == said(len(sequence.output) + right):
-        right += 1
-    for nth in range(right + 1):
-        if nth:
-            scheduler.accept(sequence)
-        sequence.output.append(said(len(sequence.output)))
+def drawn(sequence: Sequence, draft: Tokens) -> list[int]:
+    """As far as the draft is right, and one more."""
+    tokens = [said(sequence, len(sequence.output) + n) for n in range(len(draft) + 1)]
+    right = next((n for n, token in enumerate(draft) if tokens[n] != token), len(draft))
+    return tokens[: right + 1]
+
+
+def step(scheduler: Scheduler, cache: Rows) -> None:
+    plan = scheduler.schedule()
+    check_plan(scheduler, plan)
+    cache.run(plan)
+    new = {sequence: drawn(sequence, draft) for sequence, draft in zip(plan.decode, plan.drafts, strict=True)}
+    new |= {chunk.sequence: drawn(chunk.sequence, ()) for chunk in plan.prefill if chunk.completes}
+    scheduler.advance(plan, {sequence: len(tokens) for sequence, tokens in new.items()})
+    for sequence, tokens in new.items():
+        sequence.output += tokens
+    cache.check(plan)
+    for sequence in new:
         if len(sequence.output) == 20:
             scheduler.remove(sequence.request.seq)
-            return
 
 
 @settings(max_examples=400, deadline=None)
@@ -97,16 +105,9 @@ def test_every_row_holds_the_tokens_of_its_sequence(
             request = Request(str(added), prompt, sampling=SamplingParams(max_tokens=20), priority=priority)
             scheduler.add(request, need=number + 20)
             added += 1
-        elif action == "step":
-            plan = scheduler.schedule()
-            check_plan(scheduler, plan)
-            cache.run(plan)
-            ready = [*zip(plan.decode, plan.drafts, strict=True)]
-            ready += [(chunk.sequence, ()) for chunk in plan.prefill if chunk.completes]
-            scheduler.advance(plan)
-            cache.check(plan)
-            for sequence, draft in ready:
-                settle(scheduler, sequence, draft)
+        elif action == "steps":
+            for _ in range(number):
+                step(scheduler, cache)
         else:
             getattr(scheduler, action)(str(number))
 
