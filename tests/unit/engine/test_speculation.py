@@ -216,6 +216,20 @@ def test_a_model_writes_the_same_with_guesses_and_without(
 
 
 @needs_onednn
+def test_who_takes_the_row_of_one_that_ended_writes_the_same(
+    models: Callable[[Costs | None], TransformersModel],
+) -> None:
+    requests = [
+        Request(str(n), prompt(letter * 90), sampling=msgspec.structs.replace(GREEDY, max_tokens=2 * n + 9))
+        for n, letter in enumerate("abcdefghij")
+    ]
+    plain = run(BatchEngine(models(None), slots=4, kv_tokens=2048), *requests)
+    engine = BatchEngine(models(FREE), slots=4, kv_tokens=2048)
+    assert run(engine, *requests).tokens == plain.tokens
+    assert engine.stats().confirmed_tokens > 0
+
+
+@needs_onednn
 def test_who_is_taken_over_in_mid_text_writes_the_same(models: Callable[[Costs | None], TransformersModel]) -> None:
     asked = Request("a", prompt(REPEATING), sampling=GREEDY)
     [whole] = run(BatchEngine(models(None), slots=1, kv_tokens=512), asked).tokens.values()
