@@ -72,6 +72,9 @@ class Settings(BaseSettings):
     slots: Annotated[int, Field(ge=1)] = 16  # sequences in one engine's batch
     kv_tokens: Annotated[int, Field(ge=256)] = 32_768  # KV budget of one engine, in tokens over all its sequences
     prefix_tokens: Annotated[int, Field(ge=0)] = 8192  # beside it: beginnings kept for who begins likewise; 0 is off
+    # What was computed of a paused sequence is held so long, in at most half of prefix_tokens: enough for a reader who
+    # lags; one who stays away longer costs some computing when he is back.
+    pause_grace_s: Annotated[float, Field(ge=0)] = 10.0
     speculation: bool = True  # guess tokens that repeat what a sequence said before, where that makes it faster
     threads: Annotated[int, Field(ge=0)] = 0  # torch threads; 0 counts the cores this process may use
     engine: Literal["", "transformers", "vllm"] = ""  # instead of the one that each model's card names

@@ -82,6 +82,7 @@ class ModelEngine:
             dtype=settings.dtype,
             engine=settings.engine,
             prefix_tokens=settings.prefix_tokens,
+            pause_grace_s=settings.pause_grace_s,
             speculation=settings.speculation,
             exact=settings.exact,
         )

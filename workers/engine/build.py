@@ -57,7 +57,7 @@ def build_engine(folder: Path, options: EngineOptions) -> Engine:
         slots=options.slots,
         kv_tokens=options.kv_tokens,
         prefix_tokens=options.prefix_tokens,
-        name=card.engine,
+        pause_grace_s=options.pause_grace_s,
         eos_ids=card.eos_token_ids,
         guides=GuideMaker(folder / "tokenizer.json", model.vocab_size, card.eos_token_ids),
     )

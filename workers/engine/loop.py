@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from workers.engine.guide import GuideMaker
 
 
-_GRACE_S = 10.0
-"""How long what was computed of a paused sequence is kept, whatever others compute meanwhile. Long enough for a reader
-who lags; one who stays away longer costs some computing when he is back."""
-
-
 class Drawn(NamedTuple):
     """A sequence's next token, or why it has none. Of one step a sequence may have several, in order."""
 
@@ -41,6 +36,7 @@ class Drawn(NamedTuple):
 class BatchModel(Protocol):
     """A model that advances many sequences at once."""
 
+    name: str  # of its engine, as in a model's card
     max_context: int
     vocab_size: int
     costs: Costs | None  # of a step; None where nothing is to be guessed
@@ -65,7 +61,7 @@ class BatchEngine:
         slots: int,
         kv_tokens: int,
         prefix_tokens: int = 0,
-        name: str = "",
+        pause_grace_s: float = 0.0,
         eos_ids: Collection[int] = (),
         guides: GuideMaker | None = None,
         clock: Callable[[], float] = time.time,
@@ -78,11 +74,12 @@ class BatchEngine:
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
         guessing = Speculation(model.costs, self._max_context) if model.costs else None
         self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens, guessing)
+        self._pause_grace_s = pause_grace_s
         self._grace: dict[str, float] = {}  # until when what is kept of paused sequences is held
         self._ended: list[Output] = []  # ends that happened between two steps
         self.on_begin: Callable[[list[str]], None] = lambda _: None
         self.ready_fd: int | None = self._preparing.ready_fd
-        self._prefix_cache, self._name = prefix_tokens > 0, name
+        self._prefix_cache = prefix_tokens > 0
         self._steps = self._generated = self._prefilled = self._guessed = self._confirmed = 0
         self._last_token: float | None = None
 
@@ -96,7 +93,7 @@ class BatchEngine:
             exact=self._model.exact,
             prefix_cache=self._prefix_cache,
             json_schema=self._guided,
-            engine=self._name,
+            engine=self._model.name,
         )
 
     def submit(self, request: Request) -> None:
@@ -113,7 +110,7 @@ class BatchEngine:
 
     def pause(self, seq: str) -> None:
         self._scheduler.pause(seq)
-        self._grace[seq] = self._clock() + _GRACE_S
+        self._grace[seq] = self._clock() + self._pause_grace_s
         self._preparing.pause(seq, paused=True)
 
     def resume(self, seq: str) -> None:

@@ -92,6 +92,7 @@ class _Script:
 class ScriptedModel:
     """Its tokens need no cache, so a plan's moves mean nothing to it."""
 
+    name = "scripted"
     prefill_chunk = 256
     costs: Costs | None = None
     exact = True

@@ -75,6 +75,8 @@ def _generic(folder: Path, max_context: int, options: EngineOptions) -> Forward:
 class TransformersModel:
     """A causal language model and the KV cache of its running sequences."""
 
+    name = "transformers"
+
     def __init__(self, forward: Forward, max_context: int, slots: int, kv_tokens: int) -> None:
         self.max_context = max_context
         self.vocab_size = forward.vocab_size

@@ -21,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     dtype: str  # a torch dtype's name, or auto, see dtype.py
     engine: str = ""  # instead of the card's
     prefix_tokens: int = 0  # beginnings of sequences whose KV is kept beside it, for others that begin likewise
+    pause_grace_s: float = 0.0  # what is kept so of a paused sequence does not give way to others for so long
     speculation: bool = False  # guess ahead where that pays, see speculation.py
     exact: bool = False  # a sequence's numbers shall not depend on who shares its batch, see lean.py
 

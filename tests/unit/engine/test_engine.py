@@ -76,7 +76,7 @@ def test_a_paused_sequence_is_not_computed_again_unless_its_reader_stays_away(
     make_engine: EngineFactory, away_s: float, kept: bool
 ) -> None:
     now = 1000.0
-    engine, record = make_engine(prefix_tokens=4 * BLOCK, clock=lambda: now), Record()
+    engine, record = make_engine(prefix_tokens=4 * BLOCK, pause_grace_s=10.0, clock=lambda: now), Record()
     engine.submit(ask("a", "p" * (2 * BLOCK)))
     step_until(engine, record, "a", 3)
     engine.pause("a")

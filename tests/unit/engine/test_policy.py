@@ -65,11 +65,35 @@ def test_tenants_share_slots_by_weight() -> None:
     assert Counter(one.request.tenant for one in running) == {"few": 8, "many": 4}
 
 
+def test_a_tenants_share_comes_before_its_deadlines() -> None:
+    running = [sequence(9, tenant="hasty")]
+    waiting = [sequence(0, tenant="hasty", deadline=1.0), sequence(1, tenant="calm", deadline=99.0)]
+    assert Policy(4).next(waiting, running) is waiting[1]
+
+
 def test_the_lowest_and_newest_go_first_and_no_lane_below_its_floor() -> None:
     running = [sequence(number, lane) for number, lane in enumerate([BATCH] * 4 + [STANDARD] * 4 + [INTERACTIVE] * 4)]
     victims = Policy(16).victims(sequence(99, INTERACTIVE), running)
     assert [one.arrival for one in victims] == [3, 2, 1, 7, 6]
     assert Policy(16).victims(sequence(99, BATCH), running) == []
+
+
+LANES = st.lists(st.integers(0, 3), max_size=24)
+
+
+@given(LANES, st.integers(0, 3), st.integers(1, 24), st.sets(st.integers(0, 23)))
+def test_who_goes_is_of_a_lower_lane_has_not_been_promised_to_stay_and_leaves_others_their_floor(
+    lanes: list[int], lane: int, slots: int, staying: set[int]
+) -> None:
+    running = [sequence(number, each) for number, each in enumerate(lanes)]
+    for one in running:
+        one.stays = one.arrival in staying
+    victims = Policy(slots).victims(sequence(99, lane), running)
+    assert all(one.lane > lane and not one.stays for one in victims)
+    assert victims == sorted(victims, key=lambda one: (-one.lane, -one.arrival))
+    left = Counter(one.lane for one in running if one not in victims)
+    for each in {one.lane for one in victims}:
+        assert left[each] >= slots // (8 if each == STANDARD else 16)
 
 
 def test_nobody_goes_in_vain() -> None:

@@ -94,7 +94,7 @@ def test_no_guess_goes_beyond_the_end(max_tokens: int, context: int, longest: in
 class Chant:
     """Says what follows of its last two tokens, mostly. What it draws is seen in the plan that it is given."""
 
-    max_context, vocab_size, exact, prefill_chunk = 120, 5, True, 16
+    name, max_context, vocab_size, exact, prefill_chunk = "chant", 120, 5, True, 16
 
     def __init__(self, costs: Costs | None) -> None:
         self.costs = costs
