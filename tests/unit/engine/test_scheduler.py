@@ -37,9 +37,10 @@ class Rows:
         for restore in plan.restores:
             kept = [token for block in restore.blocks for token in self.blocks[block]]
             self.rows[restore.row][restore.start : restore.start + len(kept)] = kept
-        fed = [(sequence, 1) for sequence in plan.decode] + [(chunk.sequence, chunk.length) for chunk in plan.prefill]
-        for row, (sequence, length) in enumerate(fed):
-            self.rows[row][sequence.cached : sequence.cached + length] = sequence.fed(length)
+        fed = [(sequence, sequence.fed(1) + draft) for sequence, draft in zip(plan.decode, plan.drafts, strict=True)]
+        fed += [(chunk.sequence, chunk.sequence.fed(chunk.length)) for chunk in plan.prefill]
+        for row, (sequence, tokens) in enumerate(fed):
+            self.rows[row][sequence.cached : sequence.cached + len(tokens)] = tokens
 
     def check(self, plan: Plan) -> None:
         running = [*plan.decode, *(chunk.sequence for chunk in plan.prefill)]
