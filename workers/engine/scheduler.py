@@ -17,7 +17,7 @@ a sequence that begins like it, itself included, gets those blocks instead of co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -195,9 +195,10 @@ class Scheduler:
         fed += [chunk.sequence.cached + chunk.length for chunk in prefill]
         return Plan(decode, drafts, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
-    def advance(self, plan: Plan, failed: Collection[Sequence] = ()) -> None:
-        """The plan's tokens are in the cache now. Of those that `failed` nothing is to be kept for others."""
-        for sequence in plan.decode:
+    def advance(self, plan: Plan, right: Iterable[Sequence] = (), failed: Collection[Sequence] = ()) -> None:
+        """The plan's tokens are in the cache now, of drafts those that were right: for each its sequence is in `right`.
+        Of those that `failed` nothing is to be kept for others."""
+        for sequence in (*plan.decode, *right):
             sequence.cached += 1
         for row, chunk in enumerate(plan.prefill, len(plan.decode)):
             complete = chunk.completes
@@ -206,10 +207,6 @@ class Scheduler:
             chunk.sequence.entered = True
             if complete and chunk.sequence not in failed:
                 self._keep(chunk.sequence, row)
-
-    def accept(self, sequence: Sequence) -> None:
-        """The next token of its draft was right, so that it is in the cache too."""
-        sequence.cached += 1
 
     def _keep(self, sequence: Sequence, row: int) -> None:
         if copies := self._prefixes.keep(sequence.request.tenant, sequence.tokens[: sequence.cached]):
