@@ -68,14 +68,15 @@ def said(position: int) -> int:
     return position if position % 9 == 0 else position % 2
 
 
-def settle(scheduler: Scheduler, sequence: Sequence, draft: Tokens) -> None:
-    """Append what is drawn, as far as the draft is right and one more, up to the 20 tokens that end a sequence."""
-    right = 0
-    while right < len(draft) and draft[right] == said(len(sequence.output) + right):
-        right += 1
-    for nth in range(right + 1):
-        if nth:
-            scheduler.accept(sequence)
+def right(sequence: Sequence, draft: Tokens) -> int:
+    """How many tokens of a draft are what it says there."""
+    start = len(sequence.output)
+    return next((n for n, token in enumerate(draft) if token != said(start + n)), len(draft))
+
+
+def settle(scheduler: Scheduler, sequence: Sequence, count: int) -> None:
+    """Append so many tokens, up to the 20 that end a sequence."""
+    for _ in range(count):
         sequence.output.append(said(len(sequence.output)))
         if len(sequence.output) == 20:
             scheduler.remove(sequence.request.seq)
@@ -101,12 +102,14 @@ def test_every_row_holds_the_tokens_of_its_sequence(
             plan = scheduler.schedule()
             check_plan(scheduler, plan)
             cache.run(plan)
-            ready = [*zip(plan.decode, plan.drafts, strict=True)]
-            ready += [(chunk.sequence, ()) for chunk in plan.prefill if chunk.completes]
-            scheduler.advance(plan)
+            good = [
+                (sequence, right(sequence, draft)) for sequence, draft in zip(plan.decode, plan.drafts, strict=True)
+            ]
+            ready = [*good, *((chunk.sequence, 0) for chunk in plan.prefill if chunk.completes)]
+            scheduler.advance(plan, right=[sequence for sequence, count in good for _ in range(count)])
             cache.check(plan)
-            for sequence, draft in ready:
-                settle(scheduler, sequence, draft)
+            for sequence, count in ready:
+                settle(scheduler, sequence, count + 1)
         else:
             getattr(scheduler, action)(str(number))
 
