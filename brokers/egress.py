@@ -161,7 +161,7 @@ def _split(url: str, *, allow_loopback: bool) -> SplitResult:
     except ValueError as error:
         raise Refused(str(error)) from None
     if parts.scheme not in ({"https", "http"} if allow_loopback else {"https"}):
-        raise Refused("only https is called")
+        raise Refused("only https is called (http to this machine with the setting webhook_allow_loopback)")
     host = parts.hostname or ""
     if port == 0 or not (_NAME.match(host) or _literal(host)):
         raise Refused("there is no valid host in it")

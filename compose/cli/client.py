@@ -39,6 +39,14 @@ class Refused(LingbotError):
         self.problem = problem  # the API's own code
 
 
+_HERE = {
+    "unknown_model": "`lingbot models list` shows what is served here.",
+    "unsupported_model": "Choose a model of the right kind with --model; `lingbot models list` shows them.",
+    "dead_letter_not_found": "`lingbot dead list` shows those there are; `lingbot jobs` shows how a job stands.",
+}
+"""Hints by problem, in the words of who is at a command line instead of HTTP."""
+
+
 class Client:
     """One API. Every call raises Unreachable or Refused."""
 
@@ -117,4 +125,5 @@ def _refusal(response: httpx.Response) -> Refused:
         message = message.removesuffix(f" {hint}")  # OpenAI's clients show the message alone, so it ends with the hint
     if wait := response.headers.get("retry-after"):
         message += f" (try again in {wait} s)"
-    return Refused(message, hint=hint, status=response.status_code, problem=str(problem.get("code", "")))
+    code = str(problem.get("code", ""))
+    return Refused(message, hint=_HERE.get(code, hint), status=response.status_code, problem=code)

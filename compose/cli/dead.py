@@ -81,6 +81,8 @@ def replay_webhook(job: JobArgument, url: UrlOption = None, key: KeyOption = Non
 def _show(found: list[Any], columns: tuple[str, ...], rows: list[tuple[object, ...]], as_json: bool) -> None:
     if as_json:
         output.show_json(found)
+    elif not found:
+        output.remark("none: nothing was given up")
     else:
         output.show_table(columns, rows)
 

@@ -208,7 +208,11 @@ def _workers(settings: Settings) -> str:
     reports = [msgspec.json.decode(report) for report in raw]
     alive = [report for report in reports if report["at_ms"] >= time.time() * 1000 - SILENT_MS]
     if not alive:
-        raise Fault("no worker reports", "`lingbot worker` starts one; its log is .lingbot/logs/worker.log.")
+        raise Fault(
+            "no worker reports",
+            "One that has just died is started again by `lingbot up`, and reports when its models are loaded; "
+            "elsewhere `lingbot worker` starts one. Its log is .lingbot/logs/worker.log.",
+        )
     for report in alive:
         if report["state"] == "engine_down":
             raise Fault(f"an engine of {report['name']} is down", "See .lingbot/logs/worker.log.")

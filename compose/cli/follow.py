@@ -31,7 +31,7 @@ def follow(client: Client, job_id: str, after: int, on_pause: Callable[[str], No
     A connection that breaks is opened again at the last position. `on_pause` is told why, once an outage.
     Raises Refused when the stream cannot be read, Unreachable when the API stays away for two minutes.
     """
-    position, pause_s, lost_at = after, _FIRST_PAUSE_S, None
+    position, pause_s, lost_at = after, _FIRST_PAUSE_S, None  # lost_at: of an outage that on_pause was told of
     while True:
         try:
             for event in _connection(client, job_id, position):
@@ -42,11 +42,11 @@ def follow(client: Client, job_id: str, after: int, on_pause: Callable[[str], No
         except (Unreachable, Refused) as error:
             if isinstance(error, Refused) and error.status < 500:
                 raise
-            lost_at = lost_at or time.monotonic()
-            if time.monotonic() - lost_at > _PATIENCE_S:
-                raise
-            if pause_s == _FIRST_PAUSE_S:
+            if lost_at is None:
+                lost_at = time.monotonic()
                 on_pause(error.message)
+            elif time.monotonic() - lost_at > _PATIENCE_S:
+                raise
         time.sleep(pause_s)
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 

@@ -58,6 +58,7 @@ def default_model(client: Client, kind: Kind) -> str:
 
 def submit(client: Client, body: dict[str, Any], *, detach: bool) -> int:
     """Send a job and show what it writes as it comes; the exit code."""
+    began = time.monotonic()
     try:
         job = _create(client, body)
     except KeyboardInterrupt:
@@ -67,19 +68,21 @@ def submit(client: Client, body: dict[str, Any], *, detach: bool) -> int:
         sys.stdout.write(f"{job['id']}\n")
         output.remark(f"Read it with: lingbot tail {job['id']}")
         return 0
-    return show(client, job["id"], Cursor(job["id"]))
+    return show(client, job["id"], Cursor(job["id"]), since=began)
 
 
-def show(client: Client, job_id: str, cursor: Cursor) -> int:
-    """Show what a job writes from the cursor on; the exit code. Ctrl-C leaves the job running."""
-    started = time.monotonic()
+def show(client: Client, job_id: str, cursor: Cursor, since: float | None = None) -> int:
+    """Show what a job writes from the cursor on; the exit code. Ctrl-C leaves the job running.
+
+    `since` is when it was asked for, where that was here: then its end is told with the time it took.
+    """
     try:
         for event in follow(client, job_id, cursor.position, on_pause=_lost):
             with _uninterrupted():  # what was shown and what is remembered must not differ
                 _show(event)
                 cursor.move(event.position)
             if event.kind == "end":
-                return _ended(job_id, event.data, time.monotonic() - started)
+                return _ended(job_id, event.data, None if since is None else time.monotonic() - since)
     except KeyboardInterrupt:
         output.remark(
             f"\nThe job goes on. Come back with: lingbot tail {job_id}   End it with: lingbot cancel {job_id}"
@@ -132,13 +135,14 @@ def _show(event: Event) -> None:
         output.remark(f"\n[the text was generated again and differs; it goes on at token {event.position}]")
 
 
-def _ended(job_id: str, data: dict[str, Any], seconds: float) -> int:
+def _ended(job_id: str, data: dict[str, Any], seconds: float | None) -> int:
     status, usage, pos = data.get("status", "?"), data.get("usage") or {}, data.get("pos", 0)
     embeds = pos > 0 and usage.get("completion_tokens") == 0
     sys.stdout.write("" if embeds else "\n")
     sys.stdout.flush()
     amount = f"{pos} embeddings" if embeds else f"{usage.get('completion_tokens', pos)} tokens"
-    facts = [job_id, status, data.get("finish_reason") or "", amount, f"{seconds:.1f} s"]
+    reason = data.get("finish_reason")
+    facts = [job_id, status, reason if reason != status else "", amount, "" if seconds is None else f"{seconds:.1f} s"]
     if failure := data.get("error"):
         facts.append(failure.get("message", ""))
     output.remark(" · ".join(fact for fact in facts if fact))

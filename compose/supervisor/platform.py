@@ -32,6 +32,11 @@ class Platform:
 
     def __init__(self, folder: StateFolder, regions: Sequence[str] = ("local",)) -> None:
         _check(regions)
+        if not Registry(folder.models).all():
+            raise ConfigurationError(
+                f"there is no model in {folder.models}",
+                hint="`make run` brings a small one; `lingbot models import PATH` takes any folder or GGUF file.",
+            )
         self.folder = folder
         self.regions = tuple(regions)
         self.ports = PortBook(folder.ports)
@@ -48,11 +53,6 @@ class Platform:
         self.models = [card.name for card in cards]
         self.text_models = [card.name for card in cards if card.kind is Kind.TEXT]
         self.rabbitmq.consumer_timeout_s = max(topology.held_s(own) for own in self.settings.values())
-        if not self.models:
-            raise ConfigurationError(
-                f"there is no model in {folder.models}",
-                hint="`make run` brings a small one; `lingbot models import PATH` takes any folder or GGUF file.",
-            )
 
     def tiers(self) -> list[Tier]:
         services = [service for region in self.regions for service in self._services(region)]

@@ -58,6 +58,7 @@ class _Record:
         self.started = 0.0
         self.pause_s = _FIRST_PAUSE_S
         self.again_at: float | None = None
+        self.reviving = False  # it died, was started again, and is not ready yet
 
 
 class Supervisor:
@@ -137,6 +138,9 @@ class Supervisor:
             for server, record in self._records.items():
                 if not server.process.alive:
                     self._revive(server, record)
+                elif record.reviving and server.ready():
+                    record.reviving = False
+                    self._report.ready(server.name, time.monotonic() - record.started)
 
     def _revive(self, server: Server, record: _Record) -> None:
         now = time.monotonic()
@@ -148,6 +152,7 @@ class Supervisor:
             record.pause_s = min(record.pause_s * 2, _LONGEST_PAUSE_S)
         elif now >= record.again_at:
             self._launch(server)
+            record.reviving = True
 
     def _shut_down(self) -> None:
         if self._records:

@@ -46,8 +46,8 @@ class Pen:
         for _ in range(times):
             start, self.pos = self.pos, self.pos + len(pieces)
             ids = [ord(piece[0]) for piece in pieces]
-            text, packed, offsets, digest = entries.fields(ids, pieces, "d" * 16)
-            fields = ("p", start, "t", text, "i", packed, "o", offsets, "h", digest, "ts", 1)
+            digest, *content = entries.fields(ids, pieces, "d" * 16)
+            fields = ("p", start, *content, "h", digest, "ts", 1)
             written.append(("XADD", self.keys.stream, f"{self.pos}-0", *fields))
         self.send(*written, ("HSET", self.keys.record, "pos", self.pos, "ctl", 0))
 

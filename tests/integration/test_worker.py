@@ -154,16 +154,16 @@ class _Tomorrow(Sampling, frozen=True, omit_defaults=True):
 
 
 async def test_a_job_that_only_a_newer_worker_knows_is_left_to_one(client: Client, worker: Process) -> None:
-    job = await client.submit("roses are red", _Tomorrow(max_tokens=30, rhyme=True))
+    job = await client.submit("roses are red", _Tomorrow(max_tokens=30, rhyme=True), lives_s=8)
     refusal = f"job {job.id}: The job asks for what this version does not know"
     while refusal not in worker.log.read_text():
         await asyncio.sleep(0.05)
     record = await client.store.get(job.id)
     assert record is not None
     assert (record.state, record.attempt) == (State.QUEUED, 0)
-    await client.store.cancel(job)
     plain = await client.submit("roses are red", _Tomorrow(max_tokens=30, ignore_eos=True))
     assert end_of(await client.read(plain))["status"] == "succeeded"
+    assert end_of(await client.read(job))["status"] == "expired"  # nobody came, and its message goes round no more
 
 
 async def test_a_message_delivered_twice_runs_once(client: Client) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import groupby
 from operator import attrgetter
@@ -126,9 +125,14 @@ class BatchEngine:
         plan = self._scheduler.schedule()
         if begun := [chunk.sequence.request.seq for chunk in plan.prefill if not chunk.sequence.entered]:
             self.on_begin(begun)
-        drawn = self._model.run(plan) if plan else []
-        failed = [one.sequence for one in drawn if isinstance(one.token, Fault)]
-        self._scheduler.advance(plan, Counter(one.sequence for one in drawn), failed)
+        ran = self._model.run(plan) if plan else []
+        drawn = [list(each) for _, each in groupby(ran, attrgetter("sequence"))]
+        # All of it before the first sequence ends: whose row is moved then is moved with what it holds now.
+        self._scheduler.advance(
+            plan,
+            right=[one.sequence for each in drawn for one in each[1:]],
+            failed=[one.sequence for one in ran if isinstance(one.token, Fault)],
+        )
         return self._postprocess(plan, drawn)
 
     @property
@@ -193,9 +197,9 @@ class BatchEngine:
             del self._grace[seq]
             self._scheduler.let_go(seq)
 
-    def _postprocess(self, plan: Plan, drawn: list[Drawn]) -> list[Output]:
+    def _postprocess(self, plan: Plan, drawn: list[list[Drawn]]) -> list[Output]:
         outputs, self._ended = self._ended, []
-        outputs += [self._settle(sequence, list(each)) for sequence, each in groupby(drawn, attrgetter("sequence"))]
+        outputs += map(self._settle, drawn)
         self._steps += bool(plan)
         self._prefilled += sum(chunk.length for chunk in plan.prefill)
         self._guessed += sum(map(len, plan.drafts))
@@ -203,8 +207,9 @@ class BatchEngine:
             self._last_token = self._clock()
         return outputs
 
-    def _settle(self, sequence: Sequence, drawn: list[Drawn]) -> Output:
+    def _settle(self, drawn: list[Drawn]) -> Output:
         """Append what was drawn to its sequence, and end the sequence where that is due; nothing counts behind that."""
+        sequence = drawn[0].sequence
         count, end = len(sequence.output), Output(sequence.request.seq)
         for each in drawn:
             end = self._take(sequence, each.token)

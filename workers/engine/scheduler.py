@@ -17,9 +17,8 @@ a sequence that begins like it, itself included, gets those blocks instead of co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from workers.engine.policy import Policy
@@ -196,15 +195,11 @@ class Scheduler:
         fed += [chunk.sequence.cached + chunk.length for chunk in prefill]
         return Plan(decode, drafts, prefill, moves, restores, rows=len(self._rows), longest=max(held + fed, default=0))
 
-    def advance(
-        self, plan: Plan, drawn: Mapping[Sequence, int] = MappingProxyType({}), failed: Collection[Sequence] = ()
-    ) -> None:
-        """The plan's tokens are in the cache now; of a draft as many as were right, since for those more than one token
-        was `drawn`. Of those that `failed` nothing is to be kept for others.
-
-        All rows come before any of them is left: a gap is closed with as much of a row as counts as cached."""
-        for sequence in plan.decode:
-            sequence.cached += drawn.get(sequence, 1)
+    def advance(self, plan: Plan, right: Iterable[Sequence] = (), failed: Collection[Sequence] = ()) -> None:
+        """The plan's tokens are in the cache now, of drafts those that were right: for each its sequence is in `right`.
+        Of those that `failed` nothing is to be kept for others."""
+        for sequence in (*plan.decode, *right):
+            sequence.cached += 1
         for row, chunk in enumerate(plan.prefill, len(plan.decode)):
             complete = chunk.completes
             self._decoding += complete

@@ -111,13 +111,15 @@ class Speculation:
 
 def best_width(costs: Costs, chances: Rows[float], lengths: Rows[int]) -> int:
     """How many tokens ahead to guess so that tokens come fastest; rows are padded to the longest guess."""
+    if not any(lengths):  # nor is anything known of a step without rows: it may cost nothing
+        return 0
     rows = len(chances)
 
     def pace(width: int) -> float:
         guessed = sum(_expected(chance, min(width, length)) for chance, length in zip(chances, lengths, strict=True))
         return (rows + guessed) / costs.of(rows * (1 + width))
 
-    best = max(range(max(lengths, default=0) + 1), key=pace)
+    best = max(range(max(lengths) + 1), key=pace)
     return best if best and pace(best) >= _GAIN * pace(0) else 0
 
 

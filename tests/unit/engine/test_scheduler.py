@@ -68,25 +68,24 @@ def said(sequence: Sequence, position: int) -> int:
     return -10 - 100 * sequence.arrival - (position if position % 9 == 0 else position % 2)
 
 
-def drawn(sequence: Sequence, draft: Tokens) -> list[int]:
-    """As far as the draft is right, and one more."""
-    tokens = [said(sequence, len(sequence.output) + n) for n in range(len(draft) + 1)]
-    right = next((n for n, token in enumerate(draft) if tokens[n] != token), len(draft))
-    return tokens[: right + 1]
+def right(sequence: Sequence, draft: Tokens) -> int:
+    """How many tokens of a draft are what it says there."""
+    start = len(sequence.output)
+    return next((n for n, token in enumerate(draft) if token != said(sequence, start + n)), len(draft))
 
 
 def step(scheduler: Scheduler, cache: Rows) -> None:
     plan = scheduler.schedule()
     check_plan(scheduler, plan)
     cache.run(plan)
-    new = {sequence: drawn(sequence, draft) for sequence, draft in zip(plan.decode, plan.drafts, strict=True)}
-    new |= {chunk.sequence: drawn(chunk.sequence, ()) for chunk in plan.prefill if chunk.completes}
-    scheduler.advance(plan, {sequence: len(tokens) for sequence, tokens in new.items()})
-    for sequence, tokens in new.items():
-        sequence.output += tokens
+    good = [(sequence, right(sequence, draft)) for sequence, draft in zip(plan.decode, plan.drafts, strict=True)]
+    ready = [*good, *((chunk.sequence, 0) for chunk in plan.prefill if chunk.completes)]
+    scheduler.advance(plan, right=[sequence for sequence, count in good for _ in range(count)])
+    for sequence, count in ready:
+        sequence.output += [said(sequence, len(sequence.output) + n) for n in range(count + 1)]
     cache.check(plan)
-    for sequence in new:
-        if len(sequence.output) == 20:
+    for sequence, _ in ready:
+        if len(sequence.output) == 20:  # no guess goes beyond it
             scheduler.remove(sequence.request.seq)
 
 

@@ -11,12 +11,13 @@ from typing import cast
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.engine.conftest import OPTIONS
 from tests.unit.engine.driving import Record, drain, prompt, run
 from tests.unit.engine.test_exact import needs_onednn
+from tests.unit.engine.test_scheduler import Rows
 from workers.engine.build import build_model, read_card
 from workers.engine.loop import BatchEngine, Drawn
 from workers.engine.protocol import Request, SamplingParams
@@ -72,6 +73,7 @@ def test_guessing_pays_for_few_rows_and_good_guesses_only() -> None:
     assert best_width(costs, [0.9, 0.9], [0, 0]) == 0
     assert best_width(FREE, [1.0, 0.0], [3, MOST]) == 3
     assert best_width(costs, [], []) == 0
+    assert best_width(Costs.through((1, 1.0), (9, 9.0)), [], []) == 0  # a step without rows costs nothing
 
 
 def test_a_cost_is_a_line_through_what_was_measured() -> None:
@@ -92,17 +94,20 @@ def test_no_guess_goes_beyond_the_end(max_tokens: int, context: int, longest: in
 
 
 class Chant:
-    """Says what follows of its last two tokens, mostly. What it draws is seen in the plan that it is given."""
+    """Says what follows of its last two tokens, mostly, and sees that its rows hold what they are thought to hold."""
 
     name, max_context, vocab_size, exact, prefill_chunk = "chant", 120, 5, True, 16
 
     def __init__(self, costs: Costs | None) -> None:
         self.costs = costs
+        self._rows = Rows()
 
     def row_length(self, tokens: int) -> int:
         return tokens
 
     def run(self, plan: Plan) -> list[Drawn]:
+        self._rows.run(plan)
+        self._rows.check(plan)
         drawn = [each for row in zip(plan.decode, plan.drafts, strict=True) for each in self._verified(*row)]
         return drawn + [Drawn(c.sequence, self._next([*c.sequence.tokens])) for c in plan.prefill if c.completes]
 
@@ -149,6 +154,7 @@ def _told(requests: list[Request], chance: random.Random, costs: Costs | None) -
     return drain(engine, record), engine
 
 
+@settings(deadline=None)
 @given(TOLD, st.integers(0, 1000))
 def test_texts_and_ends_are_the_same_with_guesses_and_without(requests: list[Request], seed: int) -> None:
     plain, _ = _told(requests, random.Random(seed), None)
