@@ -153,13 +153,14 @@ def _spawn(python: Path, setup: Setup, bounds: Bounds, fd: int, log: IO[bytes]) 
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The same for all: what glibc needs to keep memory for the next step is what our own engine runs with."""
+    """The same for all: how glibc keeps memory for the next step, on large pages, is what our own engine runs with."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": str(threads),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
