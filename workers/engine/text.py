@@ -11,7 +11,7 @@ it any more. Hence at the end of every Output, what was released decodes to exac
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -212,13 +212,14 @@ class TextStage:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decoder = TextDecoder(tokenizer)
-        self._requests: dict[str, Request] = {}  # without a token yet; the engine may still refuse them
+        # Without a token yet, in the order in which they came; the engine may still refuse them. Of one id there may be
+        # several: what was aborted and then asked for again is told of as "cancelled" first.
+        self._requests: defaultdict[str, list[Request]] = defaultdict(list)
         self._sequences: dict[str, TextSequence] = {}
         self._stopped: set[str] = set()  # ended here; the engine's "cancelled" is still to come
 
     def open(self, request: Request) -> None:
-        if request.seq not in self._sequences:
-            self._requests.setdefault(request.seq, request)
+        self._requests[request.seq].append(request)
 
     def feed(self, raw: list[Output]) -> tuple[list[Output], list[str]]:
         """What may be shown, and the sequences that ended here and that the caller must abort in the engine."""
@@ -238,10 +239,11 @@ class TextStage:
 
     def _feed(self, output: Output) -> Output:
         if output.error_code == "duplicate_sequence":
-            return output  # it is not about the live sequence of that id
+            self._take(output.seq, behind=output.seq not in self._sequences)
+            return output  # it is not about the live sequence of that id, but about who came behind it
         sequence = self._sequences.get(output.seq)
         if sequence is None:
-            request = self._requests.pop(output.seq)
+            request = self._take(output.seq)
             if not output.tokens:
                 return output  # it ended without a token: refused, or cancelled in the queue
             sequence = self._sequences[output.seq] = TextSequence(self._decoder, request)
@@ -249,6 +251,14 @@ class TextStage:
         if shown.finish is not None:
             del self._sequences[output.seq]
         return shown
+
+    def _take(self, seq: str, *, behind: bool = False) -> Request:
+        """The first request of an id, or the one behind it."""
+        requests = self._requests[seq]
+        request = requests.pop(behind)
+        if not requests:
+            del self._requests[seq]
+        return request
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:

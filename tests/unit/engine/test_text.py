@@ -272,3 +272,17 @@ def test_a_refused_request_passes_through_unread() -> None:
     stage.open(Request("s", (1,), output=(-5,)))
     refusal = Output("s", finish="error", error_code="bad_token", error="no")
     assert stage.feed([refusal]) == ([refusal], [])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_id_that_was_aborted_may_be_used_again_at_once(*, begun: bool) -> None:
+    stage = TextStage(tokenizer_of("bytes"))
+    raw = tuple(tokenizer_of("bytes").encode("abc").ids)
+    stage.open(request())
+    if begun:
+        stage.feed([Output("s", raw)])
+    stage.open(request())  # while the other lives
+    stage.open(request(stop=("c",)))  # after it was aborted
+    refusal, cancelled = Output("s", finish="error", error_code="duplicate_sequence"), Output("s", finish="cancelled")
+    again = Output("s", raw[:2], tuple("ab"), finish="stop")
+    assert stage.feed([refusal, cancelled, Output("s", raw)]) == ([refusal, cancelled, again], ["s"])
