@@ -64,7 +64,7 @@ class Goal:
             self.what,
             self.ours,
             self.reference,
-            f"{self.ratio:.2f}",
+            f"{self.ratio:.2f}" if self.ratio >= 0.1 else f"{self.ratio:.4f}",
             f"{sign} {self.bound:g}",
             verdict,
             self.against,

@@ -11,6 +11,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 Tokens = tuple[int, ...]
+_PIECE = 32  # tokens by which room for a sequence grows: our rows, vLLM's blocks on a CPU
 
 
 class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,8 +85,9 @@ def staggered(texts: Texts, count: int, tokens: int, *, every_s: float, seed: in
 
 
 def kv_tokens(arrivals: Sequence[Arrival]) -> int:
-    """What all of them need at once, each as long as the longest."""
-    return len(arrivals) * max(len(arrival.prompt) + arrival.tokens for arrival in arrivals)
+    """What all of them need at once, each as long as the longest, in the coarsest pieces that a contender gives."""
+    longest = max(len(arrival.prompt) + arrival.tokens for arrival in arrivals)
+    return len(arrivals) * -(-longest // _PIECE) * _PIECE
 
 
 _ASKS = (

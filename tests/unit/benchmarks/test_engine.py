@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.benchmarks.engine.child import _check
 from tests.benchmarks.engine.memory import Guard, end, peak_bytes
 from tests.benchmarks.engine.report import Goal, figures, percentile, update
-from tests.benchmarks.engine.workload import Arrival, Trace
+from tests.benchmarks.engine.workload import Arrival, Trace, kv_tokens
+from workers.engine.cache import SlotCache
 
 _HOLDS_300_MB = (
     "held = bytearray(300 << 20)\nfor i in range(0, len(held), 4096): held[i] = 1\nprint(1, flush=True)\ninput()"
@@ -34,6 +36,14 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
     assert (percentile(values, 50), percentile(values, 99), percentile(values[:3], 99)) == (50.0, 99.0, 3.0)
     assert math.isnan(percentile([], 50))
+
+
+@pytest.mark.parametrize("tokens", [8, 32, 48, 56])
+def test_the_room_that_is_asked_for_holds_all_sequences_at_once(tokens: int) -> None:
+    arrivals = [Arrival(0.0, (1,) * length, tokens) for length in range(16, 32)]
+    cache = SlotCache(layers=1, slots=16, kv_tokens=0, device=torch.device("cpu"), exact=True)
+
+    assert 16 * cache.row_length(31 + tokens) <= kv_tokens(arrivals)
 
 
 def test_who_writes_less_than_was_asked_for_is_not_measured() -> None:

@@ -17,7 +17,7 @@ from tests.benchmarks.engine.contender import CONTENDERS, title
 from tests.benchmarks.engine.lineup import Bench
 from tests.benchmarks.engine.process import ContenderError, Running
 from tests.benchmarks.engine.report import table
-from tests.benchmarks.engine.workload import Arrival, Trace
+from tests.benchmarks.engine.workload import Arrival, Trace, kv_tokens
 
 _REFERENCE = "generate"
 _NAMES = (_REFERENCE, "generic", "lean", "exact")
@@ -81,9 +81,9 @@ def _on_a_core(bench: Bench, who: tuple[str, str], free: SimpleQueue[int]) -> He
 
 def _heard(bench: Bench, name: str, dtype: str, core: int) -> Heard:
     prompts = bench.texts.questions(_prompts(bench))
-    longest = max(map(len, prompts)) + _TOKENS
-    setup = msgspec.structs.replace(bench.setup(name, dtype, _SLOTS, _SLOTS * longest), threads=1)
     arrivals = [Arrival(0.0, prompt, _TOKENS, priority=_LOW) for prompt in prompts]
+    room = kv_tokens([max(arrivals, key=lambda arrival: len(arrival.prompt))] * _SLOTS)
+    setup = msgspec.structs.replace(bench.setup(name, dtype, _SLOTS, room), threads=1)
     with bench.running(setup, msgspec.structs.replace(bench.bounds, cores=(core,))) as running:
         alone = [running.serve([arrival])[0].tokens for arrival in arrivals]
         if name == _REFERENCE:
