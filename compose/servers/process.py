@@ -15,6 +15,7 @@ import psutil
 
 _LONG_LOG_BYTES = 20 << 20
 _LEASH = str(Path(__file__).with_name("leash.py"))
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process:
@@ -75,7 +76,7 @@ class Process:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for us alone, and the group can be ended as one
             )
-        self._pid_file.write_text(f"{self._popen.pid} {psutil.Process(self._popen.pid).create_time()}\n")
+        self._pid_file.write_text(f"{self._popen.pid} {started(self._popen.pid)}\n")
 
     def _turn_log(self) -> None:
         """Set a long log aside; the one before it goes."""
@@ -133,18 +134,24 @@ def end_leftover(pid_file: Path, *, wait_s: float = 5.0) -> bool:
 def running(pid_file: Path) -> psutil.Process | None:
     """The process a pid file names, if it is the one that wrote it and still runs."""
     try:
-        pid, started = pid_file.read_text().split()
+        pid, noted = pid_file.read_text().split()
         process = psutil.Process(int(pid))
-        same = abs(process.create_time() - float(started)) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        same = started(process.pid) == noted and process.status() != psutil.STATUS_ZOMBIE
     except (OSError, ValueError, psutil.Error):
         return None
     return process if same else None
 
 
+def started(pid: int) -> str:
+    """When a process was started, as no clock tells it that may be set: which boot, and ticks since then."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # the name before it may hold spaces
+    return f"{_BOOT_ID.read_text().strip()}/{ticks}"
+
+
 def write_own_pid(pid_file: Path) -> None:
     """Name this process in a pid file, the way `running` reads it."""
     pid_file.parent.mkdir(parents=True, exist_ok=True)
-    pid_file.write_text(f"{os.getpid()} {psutil.Process().create_time()}\n")
+    pid_file.write_text(f"{os.getpid()} {started(os.getpid())}\n")
 
 
 def wait_until_gone(process: psutil.Process, timeout_s: float) -> bool:

@@ -331,3 +331,12 @@ def test_what_begins_is_told_before_it_is_worked_on(make: Make) -> None:
     driver.engine.abort("a")
     driver.drain()
     assert begun == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"weight": 0.0}, {"weight": float("nan")}, {"sampling": replace(GREEDY, logprobs=-1)}]
+)
+def test_what_would_end_the_engine_for_everybody_is_refused(make: Make, changes: dict[str, object]) -> None:
+    record = make().run(ask("bad", **changes), ask("good"))
+    assert record.ends["bad"].error_code == "bad_parameter"
+    assert record.finish("good") == "length"

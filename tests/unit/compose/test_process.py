@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from compose.servers import Process
-from compose.servers.process import end_leftover, running
+from compose.servers.process import end_leftover, running, started
 
 _PARENT = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
 _STUBBORN = (
@@ -99,8 +99,7 @@ def test_a_leftover_is_found_and_ended(make: Callable[[str], Process], tmp_path:
 def test_a_stranger_with_a_leftovers_pid_is_left_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        started = psutil.Process(stranger.pid).create_time() - 100
-        (tmp_path / "pid").write_text(f"{stranger.pid} {started}\n")
+        (tmp_path / "pid").write_text(f"{stranger.pid} {started(os.getpid())}\n")
         assert not end_leftover(tmp_path / "pid")
         assert stranger.poll() is None
     finally:
