@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from tests.engines.driving import Driver
@@ -333,10 +334,15 @@ def test_what_begins_is_told_before_it_is_worked_on(make: Make) -> None:
     assert begun == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"weight": 0.0}, {"weight": float("nan")}, {"sampling": replace(GREEDY, logprobs=-1)}]
-)
-def test_what_would_end_the_engine_for_everybody_is_refused(make: Make, changes: dict[str, object]) -> None:
-    record = make().run(ask("bad", **changes), ask("good"))
+UNBOUND = {
+    "weight": Request("bad", prompt("a"), sampling=GREEDY, weight=0.0),
+    "weight that is no number": Request("bad", prompt("a"), sampling=GREEDY, weight=float("nan")),
+    "logprobs": Request("bad", prompt("a"), sampling=msgspec.structs.replace(GREEDY, logprobs=-1)),
+}
+
+
+@pytest.mark.parametrize("what", UNBOUND)
+def test_what_would_end_the_engine_for_everybody_is_refused(make: Make, what: str) -> None:
+    record = make().run(UNBOUND[what], ask("good"))
     assert record.ends["bad"].error_code == "bad_parameter"
     assert record.finish("good") == "length"
