@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import psutil
 from tests.benchmarks.engine.lineup import Bench, Others
 from tests.benchmarks.engine.models import MODEL, Models
 from tests.benchmarks.engine.parts import bare, context, equality, neighbours, overhead, peers, prefix, speculation
-from tests.benchmarks.engine.process import ROOT, Bounds, ContenderError
+from tests.benchmarks.engine.process import ROOT, Bounds
 from tests.benchmarks.engine.report import update
 from tests.benchmarks.engine.workload import Texts
 from tests.benchmarks.report import machine
@@ -58,8 +59,9 @@ def measured(bench: Bench, part: str) -> str:
     others, began = Others(bench), time.monotonic()
     try:
         body = PARTS[part](bench)
-    except ContenderError as error:
-        body = f"Not measured: {error}\n\n"
+    except Exception as error:  # noqa: BLE001 (whatever it is, the other parts' figures are worth having)
+        traceback.print_exc()
+        body = f"Not measured: {' '.join(str(error).split()) or type(error).__name__}\n\n"
     took = f"{machine()}, on {len(bench.bounds.cores)} of them; {time.monotonic() - began:.0f} s"
     notes = "".join(f"- {' '.join(reason.split())}\n" for reason in bench.left_out)
     return f"{body}{notes}Measured with {took}; others used {others.cores():.2f} cores meanwhile.\n"

@@ -6,14 +6,19 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from tests.benchmarks.engine.__main__ import PARTS, measured
 from tests.benchmarks.engine.child import _check
+from tests.benchmarks.engine.lineup import Bench
 from tests.benchmarks.engine.memory import Guard, end, peak_bytes
+from tests.benchmarks.engine.models import Models
+from tests.benchmarks.engine.process import Bounds
 from tests.benchmarks.engine.report import Goal, figures, percentile, update
-from tests.benchmarks.engine.workload import Arrival, Trace, kv_tokens
+from tests.benchmarks.engine.workload import Arrival, Texts, Trace, kv_tokens
 from workers.engine.cache import SlotCache
 
 _HOLDS_300_MB = (
@@ -99,3 +104,15 @@ def test_peak_memory_is_that_of_all_its_processes() -> None:
     finally:
         end(process.pid)
         process.communicate()
+
+
+def test_a_part_that_breaks_says_so_and_the_others_are_still_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(_: Bench) -> str:
+        raise KeyError("lean")
+
+    monkeypatch.setitem(PARTS, "bare", breaks)
+    bench = Bench(cast(Texts, None), cast(Models, None), Bounds((0,), 0, tmp_path), quick=True)
+
+    assert measured(bench, "bare").startswith("Not measured: 'lean'\n\n")
