@@ -321,8 +321,8 @@ def _environment(threads: int) -> dict[str, str]:
         # them takes the sampling of 16 rows from 10 to 3 ms. (32 MB is the most glibc accepts here.)
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
-        # Weights on pages of 2 MB, where the kernel gives them on request: a step reads all of them. Products took 0.84 to
-        # 0.88 of the time within one process; between processes on a busy machine it did not always show.
+        # Weights on pages of 2 MB, where the kernel gives them on request: a step reads all of them. Products took
+        # 0.84 to 0.88 of the time within one process; between processes on a busy machine it did not always show.
         "GLIBC_TUNABLES": ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"))),
         "TOKENIZERS_PARALLELISM": "false",
     }
