@@ -32,7 +32,8 @@ class Platform:
 
     def __init__(self, folder: StateFolder, regions: Sequence[str] = ("local",)) -> None:
         _check(regions)
-        if not Registry(folder.models).all():
+        cards = [model.card for model in Registry(folder.models).all()]
+        if not cards:
             raise ConfigurationError(
                 f"there is no model in {folder.models}",
                 hint="`make run` brings a small one; `lingbot models import PATH` takes any folder or GGUF file.",
@@ -49,7 +50,6 @@ class Platform:
         self.settings = {
             region: config.read(folder.config, region=region, port=self._port("api", region)) for region in self.regions
         }
-        cards = [model.card for model in Registry(folder.models).all()]
         self.models = [card.name for card in cards]
         self.text_models = [card.name for card in cards if card.kind is Kind.TEXT]
         self.rabbitmq.consumer_timeout_s = max(topology.held_s(own) for own in self.settings.values())

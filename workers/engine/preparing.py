@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Prepared:
-    """A sequence whose guide is made, or cannot be: then `guide.result()` raises GuideError."""
+    """A sequence whose guide is made, or cannot be: then `guide.result()` raises Fault."""
 
     request: Request
     guide: Future[Guide]

@@ -100,8 +100,9 @@ class TransformersModel:
 
     def warm_up(self) -> None:
         """The first forwards pay for lazy initialisation; no request should."""
-        for _ in range(2):
-            self._timed(width=1)
+        sequence = Sequence(Request("warm-up", (0,) * _PROMPT), arrival=0, need=0)
+        self.run(Plan([], [], [Chunk(sequence, _PROMPT)], [], [], rows=1, longest=_PROMPT))
+        self._timed(1)
 
     def measure(self) -> None:
         """See what a step costs, so that guessing ahead can pay for itself."""
@@ -109,10 +110,8 @@ class TransformersModel:
         self.costs = speculation.Costs.through(narrow, wide)
 
     def _timed(self, width: int) -> float:
-        """Seconds of a step in which one sequence is fed so many tokens."""
-        sequence = Sequence(Request("warm-up", (0,) * _PROMPT), arrival=0, need=0)
-        self.run(Plan([], [], [Chunk(sequence, _PROMPT)], [], [], rows=1, longest=_PROMPT))
-        sequence.cached = _PROMPT - 1
+        """Seconds of a step in which the sequence of the warm-up is fed so many tokens."""
+        sequence = Sequence(Request("warm-up", (0,) * _PROMPT), arrival=0, need=0, cached=_PROMPT - 1)
         draft = (0,) * (width - 1)
         began = time.perf_counter()
         self.run(Plan([sequence], [draft], [], [], [], rows=1, longest=_PROMPT + len(draft)))
