@@ -12,7 +12,7 @@ row whose sequence came to have NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,15 @@ class Place:
         return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
 
 
+class Aim(NamedTuple):
+    """A place, ready for a forward."""
+
+    place: Place
+    reach: int  # the view's length, in tokens
+    row_index: Tensor  # [rows]
+    column_index: Tensor  # [rows], of each row's first new token
+
+
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is typed in parts
     """One layer's rectangle."""
 
@@ -64,17 +73,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
         """Write the new tokens [rows, heads, new, dim]; views of all tokens up to the longest row's end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        place = self._cache.place
-        return self._write(self.keys, key_states, place), self._write(self.values, value_states, place)
+        aim = self._cache.aimed
+        return self._write(self.keys, key_states, aim), self._write(self.values, value_states, aim)
 
-    def _write(self, store: Tensor, new: Tensor, place: Place) -> Tensor:
+    def _write(self, store: Tensor, new: Tensor, aim: Aim) -> Tensor:
+        place = aim.place
         rows = store[place.first : place.first + len(place.starts)]
         if new.shape[2] == 1:
-            rows[self._cache.row_index, :, self._cache.column_index] = new[:, :, 0]
+            rows[aim.row_index, :, aim.column_index] = new[:, :, 0]
         else:
             for row, start, length in zip(range(len(place.starts)), place.starts, place.lengths, strict=True):
                 rows[row, :, start : start + length] = new[row, :, :length]
-        return rows[:, :, : self._cache.reach]
+        return rows[:, :, : aim.reach]
 
     def reshape(self, rows: int, length: int) -> None:
         if self.is_initialized:
@@ -101,13 +111,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
         self.values[row, :, start:].zero_()
 
     def get_seq_length(self) -> int:
-        return self._cache.reach
+        return self._cache.aimed.reach
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.reach, 0
+        return self._cache.aimed.reach, 0
 
 
 class SlotCache(Cache):
@@ -125,14 +135,15 @@ class SlotCache(Cache):
         self._kv_tokens = kv_tokens
         self._device = device
         self._exact = exact
+        self.aimed: Aim
         self.aim(Place(0, [0], [1]))
 
-    def aim(self, place: Place) -> None:
-        """Set where the next forward reads and writes."""
-        self.place = place
-        self.reach = self.row_length(place.end)  # the view's length
-        self.row_index = torch.arange(len(place.starts), device=self._device)
-        self.column_index = torch.tensor(place.starts, device=self._device)
+    def aim(self, place: Place) -> Aim:
+        """Read and write there from here on, until `aimed` is set to another one."""
+        rows = torch.arange(len(place.starts), device=self._device)
+        starts = torch.tensor(place.starts, device=self._device)
+        self.aimed = Aim(place, self.row_length(place.end), rows, starts)
+        return self.aimed
 
     def row_length(self, tokens: int) -> int:
         """How long a row must be to hold so many tokens."""

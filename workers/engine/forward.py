@@ -6,12 +6,20 @@ Whatever forward runs, the runner (transformers_engine.py) keeps rows, chunks an
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from workers.engine.cache import SlotCache
+from workers.engine.cache import Aim, SlotCache
+
+
+class Part(NamedTuple):
+    """Rows that are fed equally many tokens each; those of decoding sequences are one, those of prompts another."""
+
+    ids: Tensor  # [rows, new]
+    aim: Aim
+    wanted: Tensor  # which tokens of `ids`, counted row by row
 
 
 class Forward(Protocol):
@@ -22,17 +30,19 @@ class Forward(Protocol):
     device: torch.device
     exact: bool  # the logits of a row depend on its tokens alone, to the bit
 
-    def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
-        """Logits [wanted, vocabulary] after tokens of `ids` [rows, new]; `wanted` counts these row by row.
+    joins: bool  # its parts share one pass over the weights
 
-        The cache is aimed at the place of `ids`, and comes to hold their keys and values.
+    def __call__(self, parts: list[Part], cache: SlotCache) -> Tensor:
+        """Logits [wanted, vocabulary] after the wanted tokens of all parts, in order.
+
+        The cache comes to hold the keys and values of what is fed.
         """
 
 
 class HuggingFaceForward:
     """Any causal language model with a standard cache."""
 
-    exact = False
+    exact = joins = False
 
     def __init__(self, model: Any, max_context: int) -> None:
         config = model.config.get_text_config()
@@ -45,13 +55,17 @@ class HuggingFaceForward:
         self._cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.2x
         self._keeps_logits = "logits_to_keep" in known
 
-    def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
-        columns = new_columns(cache, ids)
+    def __call__(self, parts: list[Part], cache: SlotCache) -> Tensor:
+        return torch.cat([self._logits(part, cache) for part in parts])
+
+    def _logits(self, part: Part, cache: SlotCache) -> Tensor:
+        ids, cache.aimed, wanted = part
+        columns = new_columns(part.aim, ids.shape[1])
         rows, positions = wanted // ids.shape[1], wanted % ids.shape[1]
         kept, which = torch.unique(positions, return_inverse=True)
         logits: Tensor = self._model(
             input_ids=ids,
-            attention_mask=mask(columns, cache.reach, self._model.dtype),
+            attention_mask=mask(columns, part.aim.reach, self._model.dtype),
             position_ids=columns.clamp(max=self._max_context - 1),  # padding must not leave a table of positions
             use_cache=True,
             **{self._cache_argument: cache},
@@ -60,9 +74,9 @@ class HuggingFaceForward:
         return logits[rows, which if self._keeps_logits else positions]
 
 
-def new_columns(cache: SlotCache, ids: Tensor) -> Tensor:
-    """Where in its row each token of `ids` [rows, new, ...] stands."""
-    return cache.column_index[:, None] + torch.arange(ids.shape[1], device=ids.device)
+def new_columns(aim: Aim, new: int) -> Tensor:
+    """Where in its row each of the `new` tokens of each row stands: [rows, new]."""
+    return aim.column_index[:, None] + torch.arange(new, device=aim.column_index.device)
 
 
 def mask(columns: Tensor, reach: int, dtype: torch.dtype) -> Tensor:

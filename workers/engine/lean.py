@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from workers.engine.cache import Place, SlotCache, SlotLayer
-from workers.engine.forward import mask, new_columns
+from workers.engine.cache import Aim, Place, SlotCache, SlotLayer
+from workers.engine.forward import Part, mask, new_columns
 from workers.engine.linear import Linear
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,18 @@ class _Layer(NamedTuple):
     down: Linear
 
 
+class _Group(NamedTuple):
+    """Tokens whose rows are fed equally many."""
+
+    aim: Aim
+    tokens: int
+    hidden_from: Tensor
+
+
 class LeanForward:
     """Weights of one model, ready to run."""
+
+    joins = True
 
     def __init__(
         self, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, *, exact: bool = False
@@ -107,40 +118,56 @@ class LeanForward:
             self.exact = self._is_exact()
             log.info("texts %s depend on batches", "do not" if self.exact else "on this machine")
 
-    def __call__(self, ids: Tensor, cache: SlotCache, wanted: Tensor) -> Tensor:
-        h = self._through(self._layers, embedding(ids, self._embedding), cache)
-        x = self._norm(h.flatten(0, 1)[wanted])
+    def __call__(self, parts: list[Part], cache: SlotCache) -> Tensor:
+        x = torch.cat([embedding(part.ids.flatten(), self._embedding) for part in parts])
+        starts = accumulate((part.ids.numel() for part in parts), initial=0)
+        wanted = torch.cat([part.wanted + start for part, start in zip(parts, starts, strict=False)])
+        h = self._through(self._layers, x, [(part.aim, part.ids.shape[1]) for part in parts], cache)
+        x = self._norm(h[wanted])
         if not self.exact:
             return self._head(x)
         return torch.cat([self._head(part) for part in torch.split(x, _HEADED)]) if len(x) > _HEADED else self._head(x)
 
-    def _through(self, layers: list[_Layer], x: Tensor, cache: SlotCache) -> Tensor:
-        """States [rows, new, width] of new tokens, through some layers."""
-        rows, new, _ = x.shape
-        columns = new_columns(cache, x)
-        rotation = self._rotation(columns.flatten())
+    def _through(self, layers: list[_Layer], x: Tensor, fed: list[tuple[Aim, int]], cache: SlotCache) -> Tensor:
+        """States [tokens, width] of new tokens, through some layers; `fed` says where, and how many in each row."""
+        columns = [new_columns(*each) for each in fed]
+        rotation = self._rotation(torch.cat([each.flatten() for each in columns]))
         # Queries that share a head of keys stand one behind the other, as if they were so many tokens.
-        hidden_from = mask(columns, cache.reach, self._dtype).repeat(1, 1, self._heads // self._kv_heads, 1)
-        h = x.flatten(0, 1)
+        grouped = self._heads // self._kv_heads
+        groups = [
+            _Group(aim, each.numel(), mask(each, aim.reach, self._dtype).repeat(1, 1, grouped, 1))
+            for (aim, _), each in zip(fed, columns, strict=True)
+        ]
         for layer, slots in zip(layers, cache.slots, strict=True):
-            h = self._layer(layer, h, slots, rotation, hidden_from)
-        return h.view(rows, new, -1)
+            x = self._layer(layer, x, slots, cache, rotation, groups)
+        return x
 
-    def _layer(self, layer: _Layer, h: Tensor, slots: SlotLayer, rotation: Tensor, hidden_from: Tensor) -> Tensor:
-        """One layer. `h` [rows * new, width]; `rotation` [rows * new, 1, dim / 2]."""
+    def _layer(
+        self, layer: _Layer, h: Tensor, slots: SlotLayer, cache: SlotCache, rotation: Tensor, groups: list[_Group]
+    ) -> Tensor:
+        """One layer. `h` [tokens, width]; `rotation` [tokens, 1, dim / 2]."""
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
-        rows = len(hidden_from)
-        new = len(h) // rows
-        qkv = layer.qkv(layer.norm(h)).view(rows * new, heads + 2 * kv_heads, dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        qk = _rotated(qk, rotation).view(rows, new, heads + kv_heads, dim)
-        keys, values = slots.update(qk[:, :, heads:].transpose(1, 2), v.view(rows, new, kv_heads, dim).transpose(1, 2))
-        q = qk[:, :, :heads].view(rows, new, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        attended = self._attention(q, keys, values, hidden_from).view(rows, kv_heads, -1, new, dim)
-        attended = attended.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
-        h = layer.out.added_to(h, attended)
+        qkv = layer.qkv(layer.norm(h)).view(len(h), heads + 2 * kv_heads, dim)
+        qk, v = _rotated(qkv[:, : heads + kv_heads], rotation), qkv[:, heads + kv_heads :]
+        counts = [group.tokens for group in groups]
+        attended = []
+        for group, part, values in zip(groups, torch.split(qk, counts), torch.split(v, counts), strict=True):
+            cache.aimed = group.aim
+            attended.append(self._attended(part, values, slots, group.hidden_from))
+        h = layer.out.added_to(h, attended[0] if len(attended) == 1 else torch.cat(attended))
         x = layer.mlp_norm(h)
         return layer.down.added_to(h, layer.up.times(layer.gate.silu(x), x))
+
+    def _attended(self, qk: Tensor, v: Tensor, slots: SlotLayer, hidden_from: Tensor) -> Tensor:
+        """What the tokens of one group take from their rows [tokens, heads * dim], in whose cache they are put."""
+        heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
+        rows = len(hidden_from)
+        new = len(qk) // rows
+        qk, v = qk.view(rows, new, heads + kv_heads, dim), torch.unflatten(v, 0, (rows, new))
+        keys, values = slots.update(qk[:, :, heads:].transpose(1, 2), v.transpose(1, 2))
+        q = qk[:, :, :heads].view(rows, new, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        attended = self._attention(q, keys, values, hidden_from).view(rows, kv_heads, -1, new, dim)
+        return attended.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
 
     def _attention(self, q: Tensor, keys: Tensor, values: Tensor, hidden_from: Tensor) -> Tensor:
         """Of q [rows, heads of keys, queries, dim]. Exact mode gives torch's CPU kernel blocks of one kind only."""
@@ -170,9 +197,9 @@ class LeanForward:
 
     def _probed(self, text: Tensor, cache: SlotCache, starts: list[int], length: int) -> Tensor:
         """The first row's states after the first layer."""
-        cache.aim(Place(0, starts, [length] * len(starts)))
+        aim = cache.aim(Place(0, starts, [length] * len(starts)))
         tokens = torch.arange(length) + torch.tensor(starts)[:, None]
-        return self._through(self._layers[:1], text[tokens % _PROBE], cache)[0]
+        return self._through(self._layers[:1], text[tokens.flatten() % _PROBE], [(aim, length)], cache)[:length]
 
     def _rotation(self, columns: Tensor) -> Tensor:
         angles = columns.float()[:, None] * self._frequencies

@@ -39,7 +39,9 @@ class BatchModel(Protocol):
     name: str  # of its engine, as in a model's card
     max_context: int
     vocab_size: int
-    costs: Costs | None  # of a step; None where nothing is to be guessed
+    costs: Costs | None  # of a step; None where they are not known
+    guesses: bool  # it is to be given drafts where that pays
+    joins: bool  # one pass over its weights takes decoding sequences and prompts
     exact: bool  # what it draws for a sequence depends on nothing but the sequence
     prefill_chunk: int  # prompt tokens in one step; as many as decoding sequences may be kept waiting for
 
@@ -72,8 +74,9 @@ class BatchEngine:
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
         self._max_context = min(model.max_context, kv_tokens)  # one sequence alone must fit into the cache
-        guessing = Speculation(model.costs, self._max_context) if model.costs else None
-        self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens, guessing)
+        guessing = Speculation(model.costs, self._max_context) if model.costs and model.guesses else None
+        costs = model.costs if model.joins else None
+        self._scheduler = Scheduler(slots, kv_tokens, model.prefill_chunk, prefix_tokens, guessing, costs)
         self._pause_grace_s = pause_grace_s
         self._grace: dict[str, float] = {}  # until when what is kept of paused sequences is held
         self._ended: list[Output] = []  # ends that happened between two steps

@@ -9,7 +9,9 @@ KV cache; rows are kept dense, so that the cache can hand the model a view inste
 A decoding sequence lacks the KV of its last token only, and every step feeds that one, and perhaps a guess of what
 follows (speculation.py). A prefilling one is fed in
 chunks, one chunk (or one group of short prompts) a step, so that a long prompt never stalls its neighbours for
-longer than a chunk takes. What leaves is replaced by the last row, and the plan tells the cache of the move.
+longer than a chunk takes; and where both share one pass over the weights, a chunk beside decoding sequences is so small
+that their step takes not even twice as long. What leaves is replaced by the last row, and the plan tells the cache of
+the move.
 
 What was cached of a sequence is kept by blocks when its prompt is complete and when it leaves its row (prefix.py), and
 a sequence that begins like it, itself included, gets those blocks instead of computing them.
@@ -28,7 +30,11 @@ from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from workers.engine.guide import Guide
-    from workers.engine.speculation import Speculation
+    from workers.engine.speculation import Costs, Speculation
+
+
+_STRETCH = 0.7  # of a step's time: what prompts may add to it while others decode
+_LEAST_CHUNK = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,10 +109,13 @@ class Scheduler:
         prefill_chunk: int,
         prefix_tokens: int = 0,
         speculation: Speculation | None = None,
+        costs: Costs | None = None,
     ) -> None:
+        """`costs`: of a step that decodes and prefills in one pass; None where these are two."""
         self.slots = slots
         self.kv_tokens = kv_tokens
         self._chunk = prefill_chunk
+        self._costs = costs
         self._all: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._policy = Policy(slots)
@@ -233,15 +242,22 @@ class Scheduler:
         # leaves its prompt unfinished, and such a chunk is alone: so what completes is always a prefix of the
         # prefilling rows, and joins the decoding ones without a move.
         group: list[Chunk] = []
-        longest = 0
+        longest, limit = 0, self._chunk_now()
         for row, sequence in enumerate(self._rows[self._decoding :], self._decoding):
             self._reuse(sequence, row)
-            length = min(sequence.total - sequence.cached, self._chunk)
+            length = min(sequence.total - sequence.cached, limit)
             longest = max(longest, length)
-            if group and longest * (len(group) + 1) > self._chunk:
+            if group and longest * (len(group) + 1) > limit:
                 break
             group.append(Chunk(sequence, length))
         return group
+
+    def _chunk_now(self) -> int:
+        """How many tokens of prompts the next step may take."""
+        if not self._decoding or self._costs is None:
+            return self._chunk
+        beside = max(_LEAST_CHUNK, self._costs.beside(self._decoding, _STRETCH) // _LEAST_CHUNK * _LEAST_CHUNK)
+        return int(min(self._chunk, beside))
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Whether it fits, if need be after others have gone back to the queue; nobody goes in vain."""

@@ -95,6 +95,7 @@ class ScriptedModel:
     name = "scripted"
     prefill_chunk = 256
     costs: Costs | None = None
+    guesses = joins = False
     exact = True
 
     def __init__(self, tokenizer: Tokenizer, *, max_context: int, eos_id: int | None, options: Options) -> None:

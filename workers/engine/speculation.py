@@ -12,6 +12,7 @@ Together they say how far ahead to guess in each step, mostly not at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,6 +41,10 @@ class Costs(NamedTuple):
 
     def of(self, tokens: int) -> float:
         return self.step + self.token * tokens
+
+    def beside(self, tokens: int, stretch: float) -> float:
+        """How many tokens more make a step of `tokens` this share longer."""
+        return stretch * self.of(tokens) / self.token if self.token else math.inf
 
 
 @dataclass(slots=True)

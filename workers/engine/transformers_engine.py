@@ -1,7 +1,8 @@
 """Continuous batching over a causal language model of the Hugging Face kind, by the generic or the lean forward.
 
-A step has at most two forwards: one token for every decoding row, and one chunk (or a group of short prompts) for
-the prefilling ones. Together in one forward, the decoding rows would be padded to the chunk's length.
+A step feeds a token (and perhaps a guess) to every decoding row, and a chunk of a prompt (or a group of short ones) to
+the prefilling ones. The lean forward takes both in one pass over the weights; the generic one takes two, since the
+decoding rows would be padded to the chunk's length.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.engine import dtype, speculation
 from workers.engine.build import EngineCard
 from workers.engine.cache import Place, SlotCache
 from workers.engine.fault import NOT_A_NUMBER, Fault
-from workers.engine.forward import Forward, HuggingFaceForward
+from workers.engine.forward import Forward, HuggingFaceForward, Part
 from workers.engine.lean import LeanForward, is_lean
 from workers.engine.logprobs import Logprobs
 from workers.engine.loop import Drawn
@@ -50,10 +50,9 @@ def load_model(folder: Path, card: EngineCard, options: EngineOptions) -> Transf
     max_context = min(card.max_context, _exact_context(config))
     lean = msgspec.convert(card.options, Options).forward == "auto" and is_lean(config)
     forward = _lean(folder, config, options) if lean else _generic(folder, max_context, options)
-    ready = TransformersModel(forward, max_context, options.slots, options.kv_tokens)
+    ready = TransformersModel(forward, max_context, options)
     ready.warm_up()
-    if options.speculation:
-        ready.measure()
+    ready.measure()
     return ready
 
 
@@ -77,23 +76,31 @@ class TransformersModel:
 
     name = "transformers"
 
-    def __init__(self, forward: Forward, max_context: int, slots: int, kv_tokens: int) -> None:
+    def __init__(self, forward: Forward, max_context: int, options: EngineOptions) -> None:
         self.max_context = max_context
         self.vocab_size = forward.vocab_size
         self.exact = forward.exact
         self.costs: speculation.Costs | None = None
+        self.guesses = options.speculation
+        self.joins = forward.joins
         self._forward = forward
         self._device = forward.device
         self.prefill_chunk = _PREFILL_CHUNK if self._device.type == "cpu" else _PREFILL_CHUNK_GPU
-        self._cache = SlotCache(forward.layers, slots, kv_tokens, self._device, exact=forward.exact)
+        self._cache = SlotCache(forward.layers, options.slots, options.kv_tokens, self._device, exact=forward.exact)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Drawn]:
         self._cache.move(plan.moves)
         self._cache.make_room(plan.rows, plan.longest)
         self._cache.restore(plan.restores)
-        drawn = self._decode(plan.decode, plan.drafts) if plan.decode else []
-        return drawn + (self._prefill(plan.prefill, len(plan.decode)) if plan.prefill else [])
+        decoding, prefilling = _decoding(plan.decode, plan.drafts), _prefilling(plan.prefill, len(plan.decode))
+        drawn = iter(self._drawn([batch for batch in (decoding, prefilling) if batch.tokens]))
+        verified = [
+            each
+            for row, (sequence, draft) in enumerate(zip(plan.decode, plan.drafts, strict=True))
+            for each in self._verified(row, sequence, draft, list(islice(drawn, len(draft) + 1)))
+        ]
+        return verified + self._completed(plan.prefill, list(drawn), len(plan.decode))
 
     def row_length(self, tokens: int) -> int:
         return self._cache.row_length(tokens)
@@ -105,7 +112,7 @@ class TransformersModel:
         self._timed(1)
 
     def measure(self) -> None:
-        """See what a step costs, so that guessing ahead can pay for itself."""
+        """See what a step costs, so that guesses can pay for themselves, and prompts hold up nobody."""
         narrow, wide = ((width, min(self._timed(width) for _ in range(2))) for width in _WIDTHS)
         self.costs = speculation.Costs.through(narrow, wide)
 
@@ -117,32 +124,17 @@ class TransformersModel:
         self.run(Plan([sequence], [draft], [], [], [], rows=1, longest=_PROMPT + len(draft)))
         return time.perf_counter() - began
 
-    def _decode(self, sequences: list[Sequence], drafts: list[Tokens], first_row: int = 0) -> list[Drawn]:
-        tokens = [sequence.fed(1) + draft for sequence, draft in zip(sequences, drafts, strict=True)]
-        place = Place(first_row, [sequence.cached for sequence in sequences], list(map(len, tokens)))
-        fed = [(row, n) for row, each in enumerate(tokens) for n in range(len(each))]
-        drawn = iter(self._drawn(place, tokens, fed, [sequences[row].ahead(drafts[row][:n]) for row, n in fed]))
-        return [
-            each
-            for row, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True), first_row)
-            for each in self._verified(row, sequence, draft, list(islice(drawn, len(draft) + 1)))
-        ]
-
     def _verified(self, row: int, sequence: Sequence, draft: Tokens, drawn: list[Drawn]) -> list[Drawn]:
         """What was drawn as far as the draft was right, and the one behind that."""
         if any(each.token is NOT_A_NUMBER for each in drawn):
             self._cache.scrub(row, sequence.cached if draft else 0)
             if draft:  # it may be the guess's fault: what is no number spoils those before it, masked or not
-                return self._decode([sequence], [()], row)
+                return self._verified(row, sequence, (), self._drawn([_decoding([sequence], [()], row)]))
         right = next((n for n, token in enumerate(draft) if drawn[n].token != token), len(draft))
         return [each._replace(sequence=sequence) for each in drawn[: right + 1]]
 
-    def _prefill(self, chunks: list[Chunk], first_row: int) -> list[Drawn]:
-        tokens = [chunk.sequence.fed(chunk.length) for chunk in chunks]
-        place = Place(first_row, [chunk.sequence.cached for chunk in chunks], [chunk.length for chunk in chunks])
-        # Drawn for unfinished prompts too, since that shows NaN before it can spoil a row for who comes next.
-        last = [(row, chunk.length - 1) for row, chunk in enumerate(chunks)]
-        drawn = self._drawn(place, tokens, last, [chunk.sequence for chunk in chunks])
+    def _completed(self, chunks: list[Chunk], drawn: list[Drawn], first_row: int) -> list[Drawn]:
+        """Of those whose prompt is complete, or cannot be completed."""
         for row, each in enumerate(drawn, first_row):
             if each.token is NOT_A_NUMBER:
                 self._cache.scrub(row)
@@ -150,11 +142,12 @@ class TransformersModel:
             one for chunk, one in zip(chunks, drawn, strict=True) if chunk.completes or isinstance(one.token, Fault)
         ]
 
-    def _drawn(
-        self, place: Place, tokens: list[Tokens], wanted: list[tuple[int, int]], sequences: list[Sequence]
-    ) -> list[Drawn]:
-        """Feed `tokens`, a list for each row; what is drawn at the `wanted` ones (row, index), each by its sequence."""
-        logits = self._logits(place, tokens, wanted)
+    def _drawn(self, batches: list[_Batch]) -> list[Drawn]:
+        """Feed batches; what is drawn at the wanted tokens, in order."""
+        if not batches:
+            return []
+        sequences = [sequence for batch in batches for sequence in batch.sequences]
+        logits = self._forward([self._part(batch) for batch in batches], self._cache)
         logprobs, faults = Logprobs(logits, sequences), constrain(logits, sequences)
         drawn: list[Drawn] = []
         for index, (sequence, token) in enumerate(zip(sequences, sample(logits, sequences), strict=True)):
@@ -166,13 +159,35 @@ class TransformersModel:
                 drawn.append(Drawn(sequence, token, logprobs.of(index, token)))
         return drawn
 
-    def _logits(self, place: Place, tokens: list[Tokens], wanted: list[tuple[int, int]]) -> Tensor:
-        """Logits [wanted, vocabulary]."""
-        self._cache.aim(place)
-        width = max(map(len, tokens))
-        ids = torch.tensor([[*each, *(0,) * (width - len(each))] for each in tokens], device=self._device)
-        places = torch.tensor([row * width + n for row, n in wanted], device=self._device)
-        return self._forward(ids, self._cache, places)
+    def _part(self, batch: _Batch) -> Part:
+        width = max(map(len, batch.tokens))
+        ids = torch.tensor([[*each, *(0,) * (width - len(each))] for each in batch.tokens], device=self._device)
+        wanted = torch.tensor([row * width + n for row, n in batch.wanted], device=self._device)
+        return Part(ids, self._cache.aim(batch.place), wanted)
+
+
+class _Batch(NamedTuple):
+    """Rows to feed, and where to draw."""
+
+    place: Place
+    tokens: list[Tokens]  # of each row
+    wanted: list[tuple[int, int]]  # row and index
+    sequences: list[Sequence]  # of each wanted one: as it is to be when that is drawn
+
+
+def _decoding(sequences: list[Sequence], drafts: list[Tokens], first_row: int = 0) -> _Batch:
+    tokens = [sequence.fed(1) + draft for sequence, draft in zip(sequences, drafts, strict=True)]
+    place = Place(first_row, [sequence.cached for sequence in sequences], list(map(len, tokens)))
+    wanted = [(row, n) for row, each in enumerate(tokens) for n in range(len(each))]
+    return _Batch(place, tokens, wanted, [sequences[row].ahead(drafts[row][:n]) for row, n in wanted])
+
+
+def _prefilling(chunks: list[Chunk], first_row: int) -> _Batch:
+    tokens = [chunk.sequence.fed(chunk.length) for chunk in chunks]
+    place = Place(first_row, [chunk.sequence.cached for chunk in chunks], [chunk.length for chunk in chunks])
+    # Drawn for unfinished prompts too, since that shows NaN before it can spoil a row for who comes next.
+    last = [(row, chunk.length - 1) for row, chunk in enumerate(chunks)]
+    return _Batch(place, tokens, last, [chunk.sequence for chunk in chunks])
 
 
 def _exact_context(config: Any) -> int:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 
 from tests.unit.engine.test_exact import needs_onednn
 from workers.engine.cache import Place, SlotCache
+from workers.engine.forward import Part
 from workers.engine.lean import LeanForward, is_lean
 
 CPU = torch.device("cpu")
@@ -95,10 +96,10 @@ def logits(forward: LeanForward, text: Tensor, lengths: list[int], ahead: list[i
     cache.make_room(rows, LENGTH + max(ahead, default=0))
     found, start = {}, 0
     for length in lengths:
-        cache.aim(Place(0, [start, *(start + each for each in ahead)], [length] * rows))
+        aim = cache.aim(Place(0, [start, *(start + each for each in ahead)], [length] * rows))
         ids = text[start : start + length].expand(rows, -1)
         start += length
-        found[start - 1] = forward(ids, cache, torch.full((rows,), length - 1))[0]
+        found[start - 1] = forward([Part(ids, aim, torch.tensor([length - 1]))], cache)[0]
     return found
 
 

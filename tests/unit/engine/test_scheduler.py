@@ -190,3 +190,21 @@ def test_of_a_sequence_that_failed_nothing_is_kept() -> None:
     scheduler.remove("a", healthy=False)
     first_step(scheduler, "b", prompt)
     assert scheduler.reused_tokens == 0
+
+
+def test_a_prompt_beside_others_is_taken_in_small_bites_where_they_share_a_pass() -> None:
+    costs = Costs(step=20.0, token=1.0)
+    scheduler = Scheduler(slots=4, kv_tokens=4000, prefill_chunk=128, costs=costs)
+    scheduler.add(Request("short", tuple(range(20))), need=120)
+    fed: list[int] = []
+    while sum(fed) < 520:
+        plan = scheduler.schedule()
+        fed.append(sum(chunk.length for chunk in plan.prefill))
+        assert not plan.decode or costs.of(1 + fed[-1]) <= 2 * costs.of(1)
+        ready = [*plan.decode, *(chunk.sequence for chunk in plan.prefill if chunk.completes)]
+        scheduler.advance(plan)
+        for sequence in ready:
+            sequence.output.append(1)
+        if len(fed) == 1:
+            scheduler.add(Request("long", tuple(range(500))), need=510)
+    assert fed == [20, *[8] * 62, 4]

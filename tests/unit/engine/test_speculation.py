@@ -97,6 +97,7 @@ class Chant:
     """Says what follows of its last two tokens, mostly, and sees that its rows hold what they are thought to hold."""
 
     name, max_context, vocab_size, exact, prefill_chunk = "chant", 120, 5, True, 16
+    guesses, joins = True, False
 
     def __init__(self, costs: Costs | None) -> None:
         self.costs = costs
@@ -194,7 +195,10 @@ def models(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[Costs
     card = read_card(tiny_folder)
     if request.param == "generic":
         card = msgspec.structs.replace(card, options={"forward": "generic"})
-    model = cast(TransformersModel, build_model(tiny_folder, card, msgspec.structs.replace(OPTIONS, exact=True)))
+    model = cast(
+        TransformersModel,
+        build_model(tiny_folder, card, msgspec.structs.replace(OPTIONS, exact=True, speculation=True)),
+    )
 
     def at(costs: Costs | None) -> TransformersModel:
         model.costs = costs
@@ -280,10 +284,10 @@ def _embedding(model: TransformersModel) -> torch.Tensor:
     return cast(torch.Tensor, forward._model.get_input_embeddings().weight.data)
 
 
-def test_what_a_step_costs_is_measured_where_guessing_is_wanted(tiny_folder: Path) -> None:
+def test_what_a_step_costs_is_measured_and_guessed_where_that_is_wanted(tiny_folder: Path) -> None:
     card = read_card(tiny_folder)
     plain = build_model(tiny_folder, card, OPTIONS)
     guessing = build_model(tiny_folder, card, msgspec.structs.replace(OPTIONS, speculation=True))
-    assert plain.costs is None
-    assert guessing.costs is not None
-    assert guessing.costs.of(1) > 0
+    assert (plain.guesses, guessing.guesses) == (False, True)
+    assert plain.costs is not None
+    assert plain.costs.of(1) > 0
