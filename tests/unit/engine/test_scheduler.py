@@ -94,7 +94,7 @@ def step(scheduler: Scheduler, cache: Rows) -> None:
 def test_every_row_holds_the_tokens_of_its_sequence(
     actions: list[tuple[str, int, int]], prefix_tokens: int, guesses: bool
 ) -> None:
-    speculation = Speculation(Costs(step=1.0, token=0.0), KV_TOKENS) if guesses else None
+    speculation = Speculation(Costs.through((1, 1.0), (2, 1.0)), KV_TOKENS) if guesses else None
     scheduler, cache = Scheduler(SLOTS, KV_TOKENS, CHUNK, prefix_tokens, speculation), Rows()
     added = 0
     for action, number, priority in actions:
