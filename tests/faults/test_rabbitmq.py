@@ -7,6 +7,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from pika import BasicProperties
@@ -83,13 +84,15 @@ def test_rabbitmq_and_a_worker_killed_at_once(rig: Rig, tell: Tell, times: int) 
 def test_a_message_delivered_again_to_its_worker_is_adopted(rig: Rig, tell: Tell, times: int) -> None:
     chance = random.Random(times)
     with rig.checked() as (api_key, checker), rig.alone("w1"):
-        before = rig.log("w1").count(" received")
+        before = _received(rig)
         with rig.load(api_key, _SLOTS, tokens=_LONG) as load:
             for _ in range(times):
                 load.wait_flowing(_SLOTS, timeout_s=30)
+                received = _received(rig)
                 _bounce(rig.servers.rabbitmq, chance.uniform(0.2, 1.0))
+                assert until(partial(_has_received_since, rig, received), timeout_s=30)
             verdict = checker.check(load.stop().readings)
-        again = rig.log("w1").count(" received") - before - verdict.jobs
+        again = _received(rig) - before - verdict.jobs
     tell(
         f"messages delivered again to the worker that runs them ({times} broker bounces)",
         f"{verdict.jobs} jobs, {again} deliveries again, {verdict.taken_over} takeovers, "
@@ -128,7 +131,7 @@ def test_a_worker_that_drains_takes_nothing_when_its_connection_comes_back(rig: 
     running, waiting = ([rig.work(chance, tokens=(1600, 1601))] for _ in range(2))
     with rig.checked() as (api_key, checker), rig.alone("w1"), rig.load_of(api_key, running) as load:
         load.wait_flowing(1, timeout_s=30)
-        before = rig.log("w1").count(" received")
+        before = _received(rig)
         rig.processes["w1"].ask_to_stop()
         rig.servers.rabbitmq.ctl("close_all_connections", "a fault")
         with rig.load_of(api_key, waiting) as other:
@@ -222,6 +225,15 @@ def _bounce(rabbitmq: RabbitMQ, down_s: float) -> float:
     opened = time.monotonic()
     rabbitmq.wait_ready()
     return opened
+
+
+def _received(rig: Rig) -> int:
+    """Messages that came to the first worker."""
+    return rig.log("w1").count(" received")
+
+
+def _has_received_since(rig: Rig, before: int) -> bool:
+    return _received(rig) > before
 
 
 def _listens(port: int) -> bool:

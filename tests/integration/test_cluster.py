@@ -199,7 +199,7 @@ async def test_the_reconciler_finds_what_the_other_servers_have_while_one_is_awa
 ) -> None:
     jobs = await one_job_on_each(store, cluster, clustered)
     victim, *others = jobs
-    sleeping = clustered.model_copy(update={"store_timeout_s": 0.4})
+    sleeping = clustered.model_copy(update={"store_timeout_s": 1.2})
     reconciler = Reconciler(sleeping)
     await reconciler.open()
     await reconciler.sweep()  # now it knows who has which slots; the first server it would ask is the one to freeze

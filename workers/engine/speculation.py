@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from workers.engine.protocol import Tokens
@@ -28,23 +29,29 @@ _GAIN = 1.05  # below this it is not worth it: the cost was measured, but on ano
 
 
 class Costs(NamedTuple):
-    """Seconds that a step takes: so much whatever it is fed, and so much for each token."""
+    """Seconds that a step takes, by the tokens that it is fed: lines between what was measured, of which the last goes
+    on. Few tokens wait for the weights and cost the same, many for the arithmetic: one line would be far from either.
+    """
 
-    step: float
-    token: float
+    measured: tuple[tuple[int, float], ...]  # tokens and seconds, two at least, by tokens; more never cost less
 
     @classmethod
-    def through(cls, narrow: tuple[int, float], wide: tuple[int, float]) -> Costs:
-        """From two measurements, of so many tokens so many seconds each."""
-        token = max(0.0, (wide[1] - narrow[1]) / (wide[0] - narrow[0]))
-        return cls(max(0.0, narrow[1] - narrow[0] * token), token)
+    def through(cls, *measured: tuple[int, float]) -> Costs:
+        """From measurements, by tokens; that more tokens took less time was noise."""
+        seconds = accumulate((seconds for _, seconds in measured), max)
+        return cls(tuple(zip((tokens for tokens, _ in measured), seconds, strict=True)))
 
-    def of(self, tokens: int) -> float:
-        return self.step + self.token * tokens
+    def of(self, tokens: float) -> float:
+        pieces = list(pairwise(self.measured))
+        (fewer, low), (more, high) = next((piece for piece in pieces if tokens <= piece[1][0]), pieces[-1])
+        return max(0.0, low + (high - low) * (tokens - fewer) / (more - fewer))
 
     def beside(self, tokens: int, stretch: float) -> float:
         """How many tokens more make a step of `tokens` this share longer."""
-        return stretch * self.of(tokens) / self.token if self.token else math.inf
+        seconds = (1 + stretch) * self.of(tokens)
+        pieces = list(pairwise(self.measured))
+        (fewer, low), (more, high) = next((piece for piece in pieces if seconds <= piece[1][1]), pieces[-1])
+        return fewer + (more - fewer) * (seconds - low) / (high - low) - tokens if high > low else math.inf
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from workers.engine.wire import EngineOptions
 _PREFILL_CHUNK = 128  # on a CPU: 0.4 s of a 135M model on one core; larger chunks are not faster (measured)
 _PREFILL_CHUNK_GPU = 2048
 _PROMPT = 8  # tokens of the warm-up
-_WIDTHS = (1, 1 + speculation.MOST)  # tokens fed at once when a step's cost is measured
+_MEASURED = ((1, 2), (1 + speculation.MOST, 2), (128, 1))  # tokens fed when a step's cost is measured, how often
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
@@ -113,8 +113,9 @@ class TransformersModel:
 
     def measure(self) -> None:
         """See what a step costs, so that guesses can pay for themselves, and prompts hold up nobody."""
-        narrow, wide = ((width, min(self._timed(width) for _ in range(2))) for width in _WIDTHS)
-        self.costs = speculation.Costs.through(narrow, wide)
+        self.costs = speculation.Costs.through(
+            *((width, min(self._timed(width) for _ in range(times))) for width, times in _MEASURED)
+        )
 
     def _timed(self, width: int) -> float:
         """Seconds of a step in which the sequence of the warm-up is fed so many tokens."""

@@ -55,10 +55,10 @@ def drain(engine: Engine, record: Record, limit: int = 2000) -> Record:
     raise AssertionError("the engine does not come to rest")
 
 
-def step_until(engine: Engine, record: Record, seq: str, count: int) -> None:
-    """Step until `seq` has `count` tokens."""
-    for _ in range(2000):
+def step_until(engine: Engine, record: Record, seq: str, count: int) -> int:
+    """Step until `seq` has `count` tokens; how many steps it took."""
+    for steps in range(2000):
         if len(record.tokens.get(seq, [])) >= count:
-            return
+            return steps
         record.take(engine.step())
     raise AssertionError(f"{seq} does not come to {count} tokens")

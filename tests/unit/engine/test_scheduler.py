@@ -94,7 +94,7 @@ def step(scheduler: Scheduler, cache: Rows) -> None:
 def test_every_row_holds_the_tokens_of_its_sequence(
     actions: list[tuple[str, int, int]], prefix_tokens: int, guesses: bool
 ) -> None:
-    speculation = Speculation(Costs(step=1.0, token=0.0), KV_TOKENS) if guesses else None
+    speculation = Speculation(Costs.through((1, 1.0), (2, 1.0)), KV_TOKENS) if guesses else None
     scheduler, cache = Scheduler(SLOTS, KV_TOKENS, CHUNK, prefix_tokens, speculation), Rows()
     added = 0
     for action, number, priority in actions:
@@ -193,7 +193,7 @@ def test_of_a_sequence_that_failed_nothing_is_kept() -> None:
 
 
 def test_a_prompt_beside_others_is_taken_in_small_bites_where_they_share_a_pass() -> None:
-    costs = Costs(step=20.0, token=1.0)
+    costs = Costs.through((1, 21.0), (2, 22.0))
     scheduler = Scheduler(slots=4, kv_tokens=4000, prefill_chunk=128, costs=costs)
     scheduler.add(Request("short", tuple(range(20))), need=120)
     fed: list[int] = []

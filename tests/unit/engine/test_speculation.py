@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from workers.engine.sequence import Sequence
 from workers.engine.speculation import MOST, Costs, Lookup, Speculation, best_width
 from workers.engine.transformers_engine import TransformersModel
 
-FREE = Costs(step=1.0, token=0.0)  # so that whatever can be guessed is
+FREE = Costs.through((1, 1.0), (2, 1.0))  # so that whatever can be guessed is
 REPEATING = "one two three, one two three, one two "
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
@@ -64,7 +65,7 @@ def test_the_chance_follows_what_came_of_the_guesses(next_tokens: list[int], bet
 
 
 def test_guessing_pays_for_few_rows_and_good_guesses_only() -> None:
-    costs = Costs(step=10.0, token=1.0)
+    costs = Costs.through((1, 11.0), (2, 12.0))
     widths = [best_width(costs, [0.9] * rows, [MOST] * rows) for rows in (1, 4, 16, 64)]
     assert widths[0] > 1
     assert widths == sorted(widths, reverse=True)
@@ -76,9 +77,29 @@ def test_guessing_pays_for_few_rows_and_good_guesses_only() -> None:
     assert best_width(Costs.through((1, 1.0), (9, 9.0)), [], []) == 0  # a step without rows costs nothing
 
 
-def test_a_cost_is_a_line_through_what_was_measured() -> None:
-    assert Costs.through((1, 11.0), (9, 19.0)) == Costs(10.0, 1.0)
-    assert Costs.through((1, 5.0), (9, 4.0)).token == 0.0  # a noisy machine
+def test_costs_are_lines_through_what_was_measured() -> None:
+    costs = Costs.through((1, 10.0), (9, 12.0), (129, 132.0))
+    assert [costs.of(tokens) for tokens in (1, 5, 9, 19, 129, 149)] == [10.0, 11.0, 12.0, 22.0, 132.0, 152.0]
+
+
+def test_what_fits_beside_others_is_read_off_the_same_lines() -> None:
+    costs = Costs.through((1, 10.0), (9, 12.0), (129, 132.0))
+    assert costs.beside(5, 0.0) == pytest.approx(0)
+    assert costs.of(5 + costs.beside(5, 0.7)) == pytest.approx(1.7 * costs.of(5))
+    assert costs.of(100 + costs.beside(100, 0.7)) == pytest.approx(1.7 * costs.of(100))
+    assert Costs.through((1, 1.0), (2, 1.0)).beside(1, 0.7) == math.inf
+
+
+def test_more_tokens_never_cost_less_on_a_noisy_machine() -> None:
+    costs = Costs.through((1, 5.0), (9, 4.0), (128, 6.0))
+    assert [costs.of(tokens) for tokens in (1, 5, 9, 128)] == [5.0, 5.0, 5.0, 6.0]
+
+
+def test_many_rows_are_guessed_ahead_of_as_long_as_their_tokens_cost_next_to_nothing() -> None:
+    costs = Costs.through((1, 50.0), (9, 51.0), (128, 200.0))
+    assert best_width(costs, [0.9] * 2, [MOST] * 2) == MOST
+    assert 0 < best_width(costs, [0.9] * 16, [MOST] * 16) < MOST
+    assert best_width(costs, [0.3] * 16, [MOST] * 16) == 0
 
 
 @pytest.mark.parametrize(
